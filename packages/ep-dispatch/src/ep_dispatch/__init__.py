@@ -1,0 +1,1 @@
+"""How tokens travel to their experts and back."""

@@ -1,0 +1,1 @@
+"""How experts compute: the MLP of a mixture-of-experts layer over rows grouped by expert."""

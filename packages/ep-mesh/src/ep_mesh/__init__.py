@@ -1,0 +1,1 @@
+"""What runs where: sizes, layouts and device meshes for expert parallelism."""

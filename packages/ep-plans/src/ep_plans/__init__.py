@@ -1,0 +1,1 @@
+"""What is sharded how: plans and parallel styles."""

@@ -1,0 +1,1 @@
+"""How it learns: a transformers Trainer for expert-parallel models."""
