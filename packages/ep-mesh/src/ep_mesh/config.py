@@ -1,0 +1,285 @@
+"""`DistributedConfig`: the one object that says how a model is distributed.
+
+Plain data and its rules.  What needs the model (does a plan's key match, how many experts has a
+layer) is checked when the model is known: `DistributedConfig.check_experts`, and ``ep_plans``.
+"""
+# ruff: noqa: TRY004  # a broken rule is a ValueError, of whatever kind the value is
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from ep_mesh.layout import Layout
+
+SHARED_BATCH_IMPLEMENTATIONS = ("all_reduce", "deepgemm_megamoe")
+"""Built-in implementations whose EP group must be a TP group, since it must share one batch."""
+
+_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
+_FLAGS = (
+    "enable_sequence_parallel",
+    "enable_expert_parallel",
+    "fsdp_cpu_offload",
+    "fsdp_mixed_precision",
+)
+
+
+@dataclass
+class DistributedConfig:
+    """Sizes and plans of a distributed model; every size is a number after construction.
+
+    Processes = ``tp * fsdp * dp_replicate * pp``; EP adds none, it regroups the same ranks.
+
+    Args:
+        tp_size: ranks for tensor parallelism.  None with ``tp_plan`` set: ``WORLD_SIZE`` divided
+            by the other sizes.  None without ``tp_plan``: 1.
+        tp_plan: ``"auto"``, or None with ``tp_size`` set: the model's own plan.  A dict overrides
+            single rules of it, ``{}`` means no TP rule at all.
+        enable_sequence_parallel: between TP regions the sequence is sharded over the TP group.
+        enable_expert_parallel: deprecated.  Without ``ep_size`` the same as
+            ``ep_size=tp_size, tp_plan={}`` (a ``tp_plan`` that is given stays); an explicit
+            ``ep_size`` wins.  It is resolved into these fields and reads False afterwards.
+        fsdp_size: ranks for FSDP2.  None: 1.
+        dp_replicate_size: HSDP replicas.  None: 1.
+        fsdp_plan: overrides of the FSDP plan; used if ``dp_replicate_size * fsdp_size > 1``.
+        fsdp_cpu_offload: FSDP2 CPU offload, experts included.
+        fsdp_mixed_precision: FSDP2 mixed precision (bf16 parameters, fp32 reduction), experts
+            included.
+        pp_size: pipeline stages.  None: 1.
+        ep_size: ranks that own distinct experts.  None: 1; a plan never infers it.
+        ep_plan: overrides of the EP plan; used if ``ep_size > 1``.
+        ep_implementation: how tokens reach the experts, a name in the registry of ``ep_dispatch``.
+        fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too.
+            None: where it saves memory.
+
+    Raises:
+        ValueError: a rule is broken; it names the values and what would fit.
+    """
+
+    tp_size: int | None = None
+    tp_plan: dict[str, str] | Literal["auto"] | None = None
+    enable_sequence_parallel: bool = False
+    enable_expert_parallel: bool = False
+    fsdp_size: int | None = None
+    dp_replicate_size: int | None = None
+    fsdp_plan: dict[str, str] | None = None
+    fsdp_cpu_offload: bool = False
+    fsdp_mixed_precision: bool = False
+    pp_size: int | None = None
+    ep_size: int | None = None
+    ep_plan: dict[str, str] | None = None
+    ep_implementation: str = "auto"
+    fsdp_over_tp: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._resolve_sizes()
+        self._resolve_deprecated_flag()
+        self._check_implementation(self.layout)  # a Layout checks how its sizes fit together
+
+    # -- what follows from the sizes
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes as a `Layout`, which knows each rank's place."""
+        return Layout(
+            tp=_resolved(self.tp_size),
+            fsdp=_resolved(self.fsdp_size),
+            dp_replicate=_resolved(self.dp_replicate_size),
+            pp=_resolved(self.pp_size),
+            ep=_resolved(self.ep_size),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.layout.world_size
+
+    @property
+    def dp_size(self) -> int:
+        """Number of distinct batches: ``dp_replicate_size * fsdp_size``."""
+        return self.layout.data_parallel_size
+
+    @property
+    def efsdp_size(self) -> int:
+        """Ranks that FSDP-shard the same experts: ``fsdp_size * tp_size / ep_size``."""
+        return self.layout.efsdp
+
+    def check_experts(self, num_experts: int) -> None:
+        """Check that ``ep_size`` divides ``num_experts``, the experts of a layer.
+
+        Raises:
+            ValueError: it doesn't; it names the sizes that fit.
+        """
+        self.layout.check_experts(num_experts)
+
+    # -- dicts and files
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> Self:
+        """Build one from a dict, also from one that native transformers wrote.
+
+        ``overrides`` win over ``values``.
+
+        Raises:
+            ValueError: an unknown key, told with the nearest field; or a broken rule.
+        """
+        merged = {**values, **overrides}
+        known = [field.name for field in fields(cls)]
+        unknown = [key for key in merged if key not in known]
+        if unknown:
+            raise ValueError(
+                f"DistributedConfig has no {' and no '.join(_nearest(key, known) for key in unknown)}. "
+                f"Fields: {', '.join(known)}."
+            )
+        # Native transformers writes the deprecated flag beside the size that it was resolved to.
+        if merged.get("enable_expert_parallel") is True and merged.get("ep_size") is not None:
+            merged["enable_expert_parallel"] = False
+        return cls(**merged)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; sizes are resolved, so `from_dict` gives back an equal config anywhere."""
+        return asdict(self)
+
+    @classmethod
+    def from_json_file(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `to_json_file` wrote.
+
+        Raises:
+            ValueError: the file holds no JSON object, or what `from_dict` raises.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{os.fspath(path)} is not JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{os.fspath(path)} must hold a JSON object of DistributedConfig's fields, "
+                f"got a {type(values).__name__}."
+            )
+        return cls.from_dict(values)
+
+    def to_json_string(self) -> str:
+        """The fields as JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def to_json_file(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json_string` to ``path``."""
+        Path(path).write_text(self.to_json_string(), encoding="utf-8")
+
+    # -- the rules
+
+    def _check_types(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, int) or size < 1
+            ):
+                raise ValueError(f"{name} must be a whole number >= 1 or None, got {size!r}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        over_tp: object = self.fsdp_over_tp
+        if over_tp is not None and not isinstance(over_tp, bool):
+            raise ValueError(f"fsdp_over_tp must be True, False or None, got {over_tp!r}.")
+        _check_plan("tp_plan", self.tp_plan, allow_auto=True)
+        _check_plan("fsdp_plan", self.fsdp_plan)
+        _check_plan("ep_plan", self.ep_plan)
+        name_given: object = self.ep_implementation
+        if not isinstance(name_given, str) or not name_given:
+            raise ValueError(
+                "ep_implementation must be the name of a registered implementation, such as "
+                f"'auto', got {name_given!r}."
+            )
+
+    def _resolve_sizes(self) -> None:
+        for name in ("fsdp_size", "dp_replicate_size", "pp_size"):
+            if getattr(self, name) is None:
+                setattr(self, name, 1)
+        if self.tp_size is None:
+            self.tp_size = 1 if self.tp_plan is None else self._derived_tp_size()
+
+    def _derived_tp_size(self) -> int:
+        world = launched_processes()
+        if world is None:
+            world = dist.get_world_size() if dist.is_initialized() else 1
+        others = (
+            _resolved(self.fsdp_size) * _resolved(self.dp_replicate_size) * _resolved(self.pp_size)
+        )
+        if world % others:
+            raise ValueError(
+                f"tp_size is not given, and WORLD_SIZE={world} can't be divided by fsdp_size="
+                f"{self.fsdp_size} * dp_replicate_size={self.dp_replicate_size} * pp_size="
+                f"{self.pp_size} = {others} to derive it. Give tp_size, or start a multiple of "
+                f"{others} processes."
+            )
+        return world // others
+
+    def _resolve_deprecated_flag(self) -> None:
+        if self.enable_expert_parallel:
+            explicit = self.ep_size is not None
+            if not explicit:
+                self.ep_size = self.tp_size
+                if self.tp_plan is None:
+                    self.tp_plan = {}
+            effect = "it has no effect beside ep_size" if explicit else "it means the same"
+            warnings.warn(
+                f"enable_expert_parallel is deprecated: give ep_size={self.ep_size}"
+                + ("" if explicit else ", tp_plan={} (or no tp_plan, to shard dense modules too)")
+                + f" instead; {effect}.",
+                FutureWarning,
+                stacklevel=4,
+            )
+            self.enable_expert_parallel = False
+        if self.ep_size is None:
+            self.ep_size = 1
+
+    def _check_implementation(self, layout: Layout) -> None:
+        name, ep, tp = self.ep_implementation, layout.ep, layout.tp
+        if name in SHARED_BATCH_IMPLEMENTATIONS and ep > 1 and ep != tp:
+            fits = f"ep_size={tp}" if tp > 1 else "a tp_size above 1 with an equal ep_size"
+            raise ValueError(
+                f"ep_implementation={name!r} needs an EP group that shares one batch, so ep_size "
+                f"must equal tp_size, but ep_size={ep} and tp_size={tp}. Use {fits}, or "
+                "ep_implementation='all_to_all' (or 'auto'), which works in any layout."
+            )
+
+
+def _resolved(size: int | None) -> int:
+    return 1 if size is None else size
+
+
+def launched_processes() -> int | None:
+    """The number of processes that a launcher such as torchrun tells (``WORLD_SIZE``), if any."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"the environment variable WORLD_SIZE must be a whole number >= 1, got {text!r}."
+        )
+    return int(text)
+
+
+def _check_plan(name: str, plan: object, *, allow_auto: bool = False) -> None:
+    if plan is None or (allow_auto and plan == "auto"):
+        return
+    expected = "a dict of pattern -> style name" + (', "auto"' if allow_auto else "") + " or None"
+    if not isinstance(plan, dict):
+        raise ValueError(f"{name} must be {expected}, got {plan!r}.")
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str) or not isinstance(style, str):
+            raise ValueError(f"{name} must be {expected}, but it holds {pattern!r}: {style!r}.")
+
+
+def _nearest(key: object, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1)
+    return f"field {key!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
