@@ -1,1 +1,20 @@
 """How experts compute: the MLP of a mixture-of-experts layer over rows grouped by expert."""
+
+from __future__ import annotations
+
+from .experts import experts_forward
+from .grouped import Choice, choose_backend
+from .module import RoutedExperts, compacted_forward, module_experts_forward
+from .spec import ExpertsSpec, ExpertsWeights, why_not
+
+__all__ = [
+    "Choice",
+    "ExpertsSpec",
+    "ExpertsWeights",
+    "RoutedExperts",
+    "choose_backend",
+    "compacted_forward",
+    "experts_forward",
+    "module_experts_forward",
+    "why_not",
+]
