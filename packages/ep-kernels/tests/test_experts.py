@@ -26,7 +26,8 @@ KINDS = {
     "gpt-oss": {"is_transposed": True, "has_bias": True, "is_concatenated": False},
     "post norm": {"has_post_expert_norm": True},
 }
-# Bounds: float32 sums of about 24 products; half types round each of three results once.
+# Bounds: float32 sums of about 24 products; half types round each of three results once. Gradients
+# may have three times as much: their chain is twice as long, and a norm's subtracts means.
 BOUNDS = {
     torch.float64: 1e-13,
     torch.float32: 2e-6,
@@ -74,7 +75,7 @@ def check(experts: Experts, rows: Tensor, ids: Tensor, weights: Tensor, bound: f
     assert out.dtype == rows.dtype
     assert error(out, expected) <= bound
     for name, grad in grads.items():
-        assert error(grad, expected_grads[name]) <= 2 * bound, name
+        assert error(grad, expected_grads[name]) <= 3 * bound, name
 
 
 def plain_gradients(
