@@ -153,9 +153,10 @@ def test_no_row_is_left_unwritten(
         torch.testing.assert_close(grad, expected_grads[name])
 
 
+@pytest.mark.parametrize("kind", ["gated", "post norm", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_rows_past_the_last_offset_are_zero(dtype: torch.dtype) -> None:
-    experts = Experts(dtype=dtype)
+def test_rows_past_the_last_offset_are_zero(dtype: torch.dtype, kind: str) -> None:
+    experts = Experts(dtype=dtype, **KINDS[kind])
     spec = ExpertsSpec.from_module(experts)
     assert spec is not None
     rows = torch.randn(8, 16, dtype=dtype)
