@@ -64,17 +64,18 @@ class DistributedConfig:
         ValueError: a rule is broken; it names the values and what would fit.
     """
 
-    tp_size: int | None = None
+    # None is given to have a size resolved, and is never read: so the type is the reader's.
+    tp_size: int = None  # type: ignore[assignment]
     tp_plan: dict[str, str] | Literal["auto"] | None = None
     enable_sequence_parallel: bool = False
     enable_expert_parallel: bool = False
-    fsdp_size: int | None = None
-    dp_replicate_size: int | None = None
+    fsdp_size: int = None  # type: ignore[assignment]
+    dp_replicate_size: int = None  # type: ignore[assignment]
     fsdp_plan: dict[str, str] | None = None
     fsdp_cpu_offload: bool = False
     fsdp_mixed_precision: bool = False
-    pp_size: int | None = None
-    ep_size: int | None = None
+    pp_size: int = None  # type: ignore[assignment]
+    ep_size: int = None  # type: ignore[assignment]
     ep_plan: dict[str, str] | None = None
     ep_implementation: str = "auto"
     fsdp_over_tp: bool | None = None
@@ -91,11 +92,11 @@ class DistributedConfig:
     def layout(self) -> Layout:
         """The sizes as a `Layout`, which knows each rank's place."""
         return Layout(
-            tp=_resolved(self.tp_size),
-            fsdp=_resolved(self.fsdp_size),
-            dp_replicate=_resolved(self.dp_replicate_size),
-            pp=_resolved(self.pp_size),
-            ep=_resolved(self.ep_size),
+            tp=self.tp_size,
+            fsdp=self.fsdp_size,
+            dp_replicate=self.dp_replicate_size,
+            pp=self.pp_size,
+            ep=self.ep_size,
         )
 
     @property
@@ -200,20 +201,21 @@ class DistributedConfig:
                 f"'auto', got {name_given!r}."
             )
 
+    def _is_given(self, size: str) -> bool:
+        return getattr(self, size) is not None
+
     def _resolve_sizes(self) -> None:
         for name in ("fsdp_size", "dp_replicate_size", "pp_size"):
-            if getattr(self, name) is None:
+            if not self._is_given(name):
                 setattr(self, name, 1)
-        if self.tp_size is None:
+        if not self._is_given("tp_size"):
             self.tp_size = 1 if self.tp_plan is None else self._derived_tp_size()
 
     def _derived_tp_size(self) -> int:
         world = launched_processes()
         if world is None:
             world = dist.get_world_size() if dist.is_initialized() else 1
-        others = (
-            _resolved(self.fsdp_size) * _resolved(self.dp_replicate_size) * _resolved(self.pp_size)
-        )
+        others = self.fsdp_size * self.dp_replicate_size * self.pp_size
         if world % others:
             raise ValueError(
                 f"tp_size is not given, and WORLD_SIZE={world} can't be divided by fsdp_size="
@@ -225,7 +227,7 @@ class DistributedConfig:
 
     def _resolve_deprecated_flag(self) -> None:
         if self.enable_expert_parallel:
-            explicit = self.ep_size is not None
+            explicit = self._is_given("ep_size")
             if not explicit:
                 self.ep_size = self.tp_size
                 if self.tp_plan is None:
@@ -239,7 +241,7 @@ class DistributedConfig:
                 stacklevel=4,
             )
             self.enable_expert_parallel = False
-        if self.ep_size is None:
+        if not self._is_given("ep_size"):
             self.ep_size = 1
 
     def _check_implementation(self, layout: Layout) -> None:
@@ -251,10 +253,6 @@ class DistributedConfig:
                 f"must equal tp_size, but ep_size={ep} and tp_size={tp}. Use {fits}, or "
                 "ep_implementation='all_to_all' (or 'auto'), which works in any layout."
             )
-
-
-def _resolved(size: int | None) -> int:
-    return 1 if size is None else size
 
 
 def launched_processes() -> int | None:
