@@ -1,0 +1,167 @@
+"""The private parts of transformers and accelerate that the trainer needs, all in this file.
+
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0.  `HookedTrainer` overrides the private
+hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+
+Batch = Mapping[str, Any]
+
+
+class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+    """A `transformers.Trainer` whose private hooks call methods with names of our own."""
+
+    # -- what EPTrainer says
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model owns its placement and its gradient reduction."""
+        raise NotImplementedError
+
+    def count_items(self, batches: Sequence[Batch], device: torch.device) -> Tensor | None:
+        """The label tokens of a step."""
+        raise NotImplementedError
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip, return the norm before."""
+        raise NotImplementedError
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """The norm, nothing is clipped."""
+        raise NotImplementedError
+
+    # -- the hooks of transformers
+
+    # Read from the model by transformers 5.24, which then treats the model as sharded by itself,
+    # with its own gradient deferral; the accelerator below does that for every version.
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        return self.__dict__.get("_loaded_by_transformers", False) and not self.is_sharded
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        self.__dict__["_loaded_by_transformers"] = value
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        if not self.is_sharded:
+            return dict(super()._build_accelerator_args(**kwargs))
+        # With a TP size on the model transformers passes a ParallelismConfig: accelerate would
+        # make meshes of its own, and refuses one on CPU ranks. `LayoutAccelerator` mirrors it.
+        model, self.model = self.model, None
+        try:
+            arguments = dict(super()._build_accelerator_args(**kwargs))
+        finally:
+            self.model = model
+        arguments.pop("parallelism_config", None)
+        return arguments
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.is_sharded:
+            super()._move_model_to_device(model, device)
+
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> Tensor | int | None:
+        if not self.is_sharded:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        return self.count_items(batch_samples, device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if not self.is_sharded:
+            return super()._clip_grad_norm(model)
+        return self.clip_gradients(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if not self.is_sharded:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self.gradient_norm(model) if grad_norm is None else grad_norm
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        return self.shared_sampler(super()._get_train_sampler(train_dataset))
+
+    def shared_sampler(self, sampler: Sampler[Any] | None) -> Sampler[Any] | None:
+        """The sampler with one order on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def label_positions_are_shifted(self) -> bool:
+        """Whether the model's loss predicts label ``i + 1`` at position ``i``."""
+        return bool(self._loss_shifts_labels)
+
+
+def use_cpu_ranks(args: TrainingArguments) -> None:
+    """Have ``args`` see the gloo ranks of this launch.
+
+    Without ``use_cpu=True`` accelerate takes each CPU rank for a world of one, and so would
+    transformers: every rank would read every batch and write every file.
+    """
+    args.use_cpu = True
+    args.__dict__.pop("_setup_devices", None)
+    _ = args.device
+
+
+def use_one_device(args: TrainingArguments) -> None:
+    """Keep transformers from wrapping the model in DataParallel on a machine with several GPUs."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+
+
+def save_beside_model(trainer: Trainer, folder: str) -> None:
+    """Write what transformers writes beside a model: the tokenizer and the arguments."""
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    torch.save(trainer.args, Path(folder) / TRAINING_ARGS_NAME)
+
+
+def rank_in_worker_seed(loader: DataLoader[Any], shard: int) -> None:
+    """Seed the loader's workers by data shard instead of by rank, as transformers does."""
+    seed = loader.worker_init_fn
+    if isinstance(seed, functools.partial) and "rank" in seed.keywords:
+        loader.worker_init_fn = functools.partial(seed.func, **{**seed.keywords, "rank": shard})
+
+
+def rebalance_for(sampler: BatchRebalanceSampler, shards: int, shard: int) -> BatchRebalanceSampler:
+    """The sampler with data shards in the place of ranks."""
+    return BatchRebalanceSampler(
+        lengths=sampler.lengths,
+        effective_batch_size=sampler.effective_batch_size // sampler.dp_size * shards,
+        dp_size=shards,
+        grad_accum=sampler.grad_accum,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        rank=shard,
+        drop_last=sampler.drop_last,
+    )
+
+
+def remember_data_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
+    """Have accelerate free the loader with the others."""
+    accelerator._dataloaders.append(loader)
+
+
+__all__ = [
+    "BatchRebalanceSampler",
+    "HookedTrainer",
+    "LengthGroupedSampler",
+    "rank_in_worker_seed",
+    "rebalance_for",
+    "remember_data_loader",
+    "save_beside_model",
+    "use_cpu_ranks",
+    "use_one_device",
+]

@@ -1,0 +1,132 @@
+"""What a run on a sharded model cannot do is said when the trainer is built, not hours later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
+
+from ep_mesh import Layout
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that nobody sharded on several ranks.
+
+    Raises:
+        ValueError: every rank would train a copy of its own.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"the model ({type(model).__name__}) is not sharded, but {dist.get_world_size()} "
+            "processes run: load it with expert_parallel.AutoModelForCausalLM.from_pretrained("
+            "..., distributed_config=...) or shard it with expert_parallel.parallelize(model, "
+            "config)."
+        )
+
+
+def check_arguments(args: TrainingArguments, layout: Layout) -> None:
+    """Refuse the arguments that don't go with a sharded model.
+
+    Raises:
+        ValueError: names each argument, why it doesn't work and what does.
+    """
+    problems = list(_problems(args, layout))
+    if problems:
+        raise ValueError(
+            "these TrainingArguments do not work with a sharded model:\n  - "
+            + "\n  - ".join(problems)
+        )
+
+
+def check_saves(model: nn.Module) -> None:
+    """Refuse to save through transformers' own `save_pretrained`, which sees one rank's shards.
+
+    Raises:
+        ValueError: the model has no `save_pretrained` that gathers.
+    """
+    own = getattr(getattr(model, "save_pretrained", None), "__func__", None)
+    if own is PreTrainedModel.save_pretrained:
+        raise ValueError(
+            "the model's save_pretrained is transformers' own and would write one rank's shards: "
+            "shard the model with expert_parallel (from_pretrained or parallelize), which gives it "
+            'one that gathers; or pass save_strategy="no" and don\'t call save_model.'
+        )
+
+
+def check_resume(resume_from_checkpoint: Any) -> None:
+    """Refuse to resume.
+
+    Raises:
+        ValueError: if asked to.
+    """
+    if resume_from_checkpoint:
+        raise ValueError(
+            f"resume_from_checkpoint={resume_from_checkpoint!r}: checkpoints of a sharded run hold "
+            "the model only in this version. Load that folder with from_pretrained(..., "
+            "distributed_config=...) and train from there; the optimizer starts anew."
+        )
+
+
+def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
+    loader: Any = args.accelerator_config
+    strategy = _value(args.save_strategy)
+    if strategy != "no" and not args.save_only_model:
+        yield (
+            f"save_strategy={strategy!r}: the optimizer's state of a sharded model is not saved in "
+            "this version; pass save_only_model=True (an ordinary checkpoint of the model) or "
+            'save_strategy="no"'
+        )
+    if args.load_best_model_at_end:
+        yield (
+            "load_best_model_at_end=True: a checkpoint is not loaded into a sharded model in this "
+            'version; save_strategy="best" with save_only_model=True keeps the best checkpoint'
+        )
+    for name in ("fsdp", "deepspeed", "parallelism_config"):
+        if getattr(args, name):
+            yield f"{name}: the model is sharded already, as its DistributedConfig says; leave it out"
+    if args.fp16:
+        yield "fp16=True: gradients are not scaled here; pass bf16=True, which needs no scaling"
+    if args.fp16_full_eval or args.bf16_full_eval:
+        yield "fp16_full_eval, bf16_full_eval: a sharded model keeps its dtype; load it with dtype=..."
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True: a rank that runs out of memory would leave the others "
+            "waiting; set per_device_train_batch_size"
+        )
+    if loader.dispatch_batches:
+        yield "accelerator_config.dispatch_batches=True: each rank reads its own data shard"
+    if not loader.even_batches:
+        yield (
+            "accelerator_config.even_batches=False: all ranks must run the same number of steps; "
+            "samples that fill up the last batch count in no loss and no prediction anyway"
+        )
+    if args.torch_compile and layout.world_size > 1:
+        yield "torch_compile=True: not supported with sharded experts in this version"
+    if layout.pp > 1:
+        yield f"pp_size={layout.pp}: pipeline steps come in a later version"
+
+
+def check_devices(args: TrainingArguments, device: torch.device, world_size: int) -> None:
+    """Refuse arguments that were made for other processes than the model's.
+
+    Raises:
+        ValueError: number of processes or kind of device differ.
+    """
+    if args.world_size != world_size:
+        raise ValueError(
+            f"TrainingArguments see {args.world_size} processes, the model is sharded over "
+            f"{world_size}: start all of them with torchrun --nproc-per-node {world_size}."
+        )
+    if args.device.type != device.type:
+        raise ValueError(
+            f"TrainingArguments put data on {args.device.type}, the model is on {device.type}: "
+            "pass use_cpu=True for a model on the CPU, or load the model onto the accelerator."
+        )
+
+
+def _value(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))

@@ -1,0 +1,86 @@
+"""Batches: label counts, rows that only fill up the last batch, and TP ranks that must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ep_mesh import ParallelMesh
+
+IGNORED = -100
+"""The label that torch's cross-entropy and transformers leave out."""
+
+Batch = Mapping[str, Any]
+
+
+def count_labels(batches: Sequence[Batch], *, shifted: bool) -> Tensor | None:
+    """Labels that a loss counts in these batches, int64 [], or None if they can't be counted.
+
+    ``shifted``: position 0 of a row is predicted by nothing, so its label doesn't count.
+    """
+    counts = []
+    for batch in batches:
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch["labels"]
+            if not isinstance(labels, Tensor):
+                return None
+            labels = labels[..., 1:] if shifted else labels
+        counts.append(labels.ne(IGNORED).sum())
+    return torch.stack(counts).sum()
+
+
+def without_fillers(batch: Batch, real: int) -> Batch:
+    """The batch with the labels of all rows from ``real`` on ignored.
+
+    Loaders repeat samples to give every data shard a full last batch.  The ranks must run those
+    rows, as everyone takes part in the collectives, but they are no part of the global batch.
+    """
+    masked = dict(batch)
+    for name in ("labels", "shift_labels"):
+        labels = masked.get(name)
+        if isinstance(labels, Tensor) and labels.ndim > 0 and labels.shape[0] > real:
+            masked[name] = labels.clone()
+            masked[name][real:] = IGNORED
+    return masked
+
+
+def check_shared(batch: Batch, mesh: ParallelMesh) -> None:
+    """Check that the ranks of each TP group hold the same batch.
+
+    Raises:
+        ValueError: on every rank, if one of them doesn't.
+
+    Costs an all-gather of a few numbers over TP and an all-reduce of one over the world.
+    """
+    mine = _fingerprint(batch).to(mesh.device)
+    copies = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
+    dist.all_gather(copies, mine, group=mesh.group("tp"))
+    differs = torch.tensor(float(any(not torch.equal(mine, copy) for copy in copies)))
+    differs = differs.to(mesh.device)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    if differs.item():
+        raise ValueError(
+            f"ranks of one TP group (tp_size={mesh.size('tp')}) got different batches, so they "
+            "would train on neither. A dataset or collator draws from a generator that differs "
+            "between ranks, or splits the data by rank itself: seed it by the data shard "
+            "(trainer.accelerator.data_shard), or give every rank the whole dataset."
+        )
+
+
+def _fingerprint(batch: Batch) -> Tensor:
+    """Numbers that differ if the batches do, float64 [3]."""
+    total = torch.zeros(3, dtype=torch.float64)
+    for index, name in enumerate(sorted(batch)):
+        value = batch[name]
+        if isinstance(value, Tensor):
+            flat = value.detach().reshape(-1).to("cpu", torch.float64).nan_to_num()
+            places = torch.arange(1, flat.numel() + 1, dtype=torch.float64)
+            total += (index + 1) * torch.stack(
+                [flat.sum(), (flat * places).sum(), torch.tensor(float(flat.numel())).double()]
+            )
+    return total

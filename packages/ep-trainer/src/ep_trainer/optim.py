@@ -1,0 +1,26 @@
+"""Optimizer groups: one per mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+def split_by_mesh(optimizer: Optimizer) -> None:
+    """Split each parameter group so that its parameters lie on one mesh.
+
+    The fused and foreach optimizers take a whole group in one call, which DTensors of several
+    meshes (dense parameters, experts) cannot enter together.  Options of a group stay with its
+    parts; groups without parameters go.  Call it before the first step.
+    """
+    parts = []
+    for group in optimizer.param_groups:
+        by_mesh: dict[Hashable, list[Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+        parts += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    optimizer.param_groups[:] = parts

@@ -1,0 +1,321 @@
+"""`EPTrainer`: a `transformers.Trainer` for a model that is sharded over a layout.
+
+[Note: one loss for all ranks]
+Gradients are the mean over the D data shards, ``D = fsdp * dp_replicate``; the ranks of a TP group
+compute one batch together.  With N label tokens in the global batch (all shards, all micro-batches
+of the step), shard ``r`` calls backward on ``D * sum_r / N``: its mean over shards is
+``sum / N``, the loss of one process that holds the whole global batch, and so are its gradients,
+however unevenly the labels are spread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Sampler
+from transformers import PreTrainedModel, TrainingArguments
+
+from ep_mesh import Layout, ParallelMesh
+from ep_plans import clip_grad_norm_, grad_norm, parallel_state
+from ep_trainer import _compat
+from ep_trainer._compat import HookedTrainer
+from ep_trainer.accelerator import LayoutAccelerator
+from ep_trainer.balancing import BalancingLoss
+from ep_trainer.checks import check_arguments, check_devices, check_model, check_resume, check_saves
+from ep_trainer.data import check_shared, count_labels, without_fillers
+from ep_trainer.optim import split_by_mesh
+
+RealRows = tuple[int, int] | None
+"""Rows of a batch that are in the global batch, and rows of it in all; None: no row only fills up."""
+
+
+class EPTrainer(HookedTrainer):
+    """Trains a sharded model as `transformers.Trainer` trains it in one process.
+
+    The arguments are `transformers.Trainer`'s; the model was loaded or sharded by
+    ``expert_parallel``, which also says the layout.  ``per_device_train_batch_size`` is the batch
+    of a data shard, and there are ``fsdp * dp_replicate`` of them: the ranks of a TP group get
+    the same one.  Losses, token counts, predictions and gradient norms are those of the global
+    batch, each sample once.  A model that nobody sharded is trained as by `transformers.Trainer`.
+
+    Raises:
+        ValueError: an argument that doesn't work with a sharded model, or a model that isn't
+            sharded though several processes run.  At construction.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        **named: Any,
+    ) -> None:
+        state = None if model is None else parallel_state(model)
+        self.mesh: ParallelMesh | None = None if state is None else state.mesh
+        self._steps_of_loop = 0
+        self._checked_batch = False
+        self._real_rows_of: dict[int, RealRows] = {}
+        self._real_rows: RealRows = None
+        self._balancing: BalancingLoss | None = None
+        if self.mesh is not None and model is not None:
+            args = args or TrainingArguments(output_dir="tmp_trainer")
+            self._check(model, args)
+            self._balancing = BalancingLoss.of(model, self.mesh)
+        elif model is not None:
+            check_model(model)
+        super().__init__(model, args, *positional, **named)
+        if self.mesh is None and self.model is not None:
+            check_model(self.model)
+
+    def _check(self, model: nn.Module, args: TrainingArguments) -> None:
+        mesh = self._sharded_mesh
+        check_arguments(args, mesh.layout)
+        if args.should_save and args.save_strategy != "no":
+            check_saves(model)
+        if mesh.device_type == "cpu" and args.device.type == "cpu" and args.world_size == 1:
+            _compat.use_cpu_ranks(args)
+        _compat.use_one_device(args)
+        check_devices(args, mesh.device, mesh.layout.world_size)
+
+    @property
+    def _sharded_mesh(self) -> ParallelMesh:
+        assert self.mesh is not None
+        return self.mesh
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is sharded, over a layout of any size."""
+        return self.mesh is not None
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes; one rank if the model isn't sharded."""
+        return Layout() if self.mesh is None else self.mesh.layout
+
+    # -- accelerate
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator and let it know the layout."""
+        super().create_accelerator_and_postprocess()
+        if self.mesh is None:
+            return
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.accelerator = LayoutAccelerator.over(self.accelerator, self.mesh, seed)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics,
+            use_gather_object=self.args.eval_use_gather_object,
+        )
+
+    def get_tp_size(self) -> int:
+        """Ranks that hold the same batch."""
+        return super().get_tp_size() if self.mesh is None else self.layout.tp
+
+    # -- data
+
+    def shared_sampler(self, sampler: Sampler[Any] | None) -> Sampler[Any] | None:
+        """The sampler with the same order on all ranks, split by data shards if it splits."""
+        if self.mesh is None:
+            return sampler
+        if isinstance(sampler, _compat.BatchRebalanceSampler):
+            shard = self.layout.batch_of(self.mesh.rank)
+            return _compat.rebalance_for(sampler, self.layout.data_parallel_size, shard)
+        if isinstance(sampler, _compat.LengthGroupedSampler) and sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(self.accelerator.seed)
+        return sampler
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The micro-batches of a step and the label tokens in them, over all data shards."""
+        if self.mesh is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return, unused-ignore]
+        batches: list[Any] = []
+        self._real_rows_of.clear()
+        for _ in range(num_batches):
+            batch = next(epoch_iterator, None)
+            if batch is None:
+                break
+            batch, real_rows = self._global_rows(batch)
+            self._real_rows_of[id(batch)] = real_rows
+            batches.append(batch)
+        return batches, self.count_items(batches, device)
+
+    def _global_rows(self, batch: Any) -> tuple[Any, RealRows]:
+        """The batch without the labels of rows that only fill it up; how many rows are real."""
+        rows = self.accelerator.rows_in_step
+        if rows is None or not self._counts_items(batch):
+            return batch, None
+        held = batch["labels"].shape[0]
+        real = min(max(rows - self.accelerator.data_shard * held, 0), held)
+        return without_fillers(batch, real), (real, held)
+
+    def _counts_items(self, batch: Any) -> bool:
+        normalizes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return normalizes and isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
+
+    def count_items(self, batches: Sequence[Any], device: torch.device) -> Tensor | None:
+        """Label tokens of these micro-batches, int64 [], of all data shards unless told otherwise.
+
+        None where the loss does not count them.  One all-reduce of a number over data shards.
+        """
+        if not batches or not self._counts_items(batches[0]):
+            return None
+        count = count_labels(batches, shifted=self.label_positions_are_shifted)
+        if count is None:
+            return None
+        count = count.to(device)
+        if self.args.average_tokens_across_devices:
+            dist.all_reduce(count, group=self._sharded_mesh.group("dp"))
+        return count.clamp(min=1)
+
+    # -- loss
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward of a micro-batch."""
+        if self.mesh is not None and not self._checked_batch:
+            check_shared(inputs, self.mesh)
+            self._checked_batch = True
+        self._real_rows = self._real_rows_of.get(id(inputs))
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """This shard's share of the loss, its auxiliary loss that of the global batch."""
+        own_loss = self.label_smoother is not None or self.compute_loss_func is not None
+        balanced = self._balancing is not None and "labels" in inputs and not own_loss
+        mask = inputs.get("attention_mask") if balanced else None
+        loss, outputs = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        if balanced and self._balancing is not None:
+            counted = self.args.average_tokens_across_devices and num_items_in_batch is not None
+            shards = self.layout.data_parallel_size if counted else 1
+            loss = self._balancing.over_global_batch(
+                loss, outputs, mask, weight=shards, real_rows=self._real_rows
+            )
+        return (loss, outputs) if return_outputs else loss
+
+    # -- gradients and optimizer
+
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Clip by the norm over all meshes; the same on every rank, also when it isn't finite."""
+        norm: Tensor = clip_grad_norm_(model.parameters(), max_norm)
+        return norm
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """The norm over all meshes."""
+        norm: Tensor = grad_norm(model.parameters())
+        return norm
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create the optimizer, a parameter group per mesh and weight decay."""
+        if self.mesh is None:
+            return (
+                super().create_optimizer(model) if model is not None else super().create_optimizer()
+            )
+        assert self.model is not None
+        reshard(self.model)
+        given = self.optimizer is not None
+        optimizer: torch.optim.Optimizer = super().create_optimizer()
+        if not given:
+            split_by_mesh(optimizer)
+        return optimizer
+
+    # -- evaluation and prediction
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the loop, counting its steps."""
+        self._steps_of_loop = 0
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """One step; its loss is that of the global batch, where labels are counted."""
+        self._steps_of_loop += 1
+        if self.mesh is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return, unused-ignore]
+        counted = self._counts_items(inputs) and self.args.average_tokens_across_devices
+        inputs, self._real_rows = self._global_rows(inputs)
+        loss, logits, labels = super().prediction_step(
+            model, inputs, prediction_loss_only, ignore_keys
+        )
+        if loss is not None and counted:
+            loss = loss / self.layout.data_parallel_size
+            dist.all_reduce(loss, group=self.mesh.group("dp"))
+        return loss, logits, labels
+
+    # -- counting
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """This rank's share: the ranks of a TP group do one batch's operations together."""
+        return int(super().floating_point_ops(inputs)) // self.layout.tp
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the steps per second of evaluation as they were."""
+        self._mend_speed(logs)
+        super().log(logs, start_time)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict; every rank gets all predictions, each sample once, in the dataset's order."""
+        output = super().predict(*args, **kwargs)
+        self._mend_speed(output.metrics)
+        return output
+
+    def _mend_speed(self, metrics: dict[str, float] | None) -> None:
+        """Count steps by data shards: transformers divides the samples by all processes."""
+        if metrics is None or not self.is_sharded:
+            return
+        for name in metrics:
+            split, found, _ = name.rpartition("_steps_per_second")
+            runtime = metrics.get(f"{split}_runtime")
+            if found and split != "train" and runtime:
+                metrics[name] = round(self._steps_of_loop / runtime, 3)
+
+    # -- saving
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train."""
+        if self.is_sharded:
+            check_resume(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write an ordinary checkpoint that plain transformers loads.  Every rank must call it."""
+        if self.mesh is None:
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        model: Any = self.model
+        check_saves(model)
+        folder = str(self.args.output_dir if output_dir is None else output_dir)
+        model.save_pretrained(folder)
+        if self.args.should_save:
+            _compat.save_beside_model(self, folder)
+        dist.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up gathered parameters: an optimizer must be given the sharded ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
