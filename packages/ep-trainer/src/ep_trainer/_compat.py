@@ -36,6 +36,10 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """The label tokens of a step."""
         raise NotImplementedError
 
+    def real_part(self, inputs: Any) -> Any:
+        """The micro-batch of this step without rows that only fill it up."""
+        raise NotImplementedError
+
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip, return the norm before."""
         raise NotImplementedError
@@ -89,6 +93,9 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if not self.is_sharded:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         return self.gradient_norm(model) if grad_norm is None else grad_norm
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(self.real_part(inputs))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         return self.shared_sampler(super()._get_train_sampler(train_dataset))

@@ -267,7 +267,17 @@ class EPTrainer(HookedTrainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """This rank's share: the ranks of a TP group do one batch's operations together."""
-        return int(super().floating_point_ops(inputs)) // self.layout.tp
+        return int(super().floating_point_ops(self.real_part(inputs))) // self.layout.tp
+
+    def real_part(self, inputs: Any) -> Any:
+        """The micro-batch of this step without rows that only fill it up."""
+        if self._real_rows is None:
+            return inputs
+        real, held = self._real_rows
+        return {
+            name: value[:real] if isinstance(value, Tensor) and value.shape[:1] == (held,) else value
+            for name, value in inputs.items()
+        }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the steps per second of evaluation as they were."""
