@@ -1,0 +1,157 @@
+"""FSDP2 over the two meshes: dense modules over `fsdp`, experts over `efsdp`, one unit per rule.
+
+The divisor of the gradients is told in `parameters.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans._compat import per_parameter_mesh
+from ep_plans.resolve import Plans
+from ep_plans.sharding import ParameterSharding
+from ep_plans.styles import FSDP_STYLES
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: DistributedConfig,
+    plans: Plans,
+    shardings: Mapping[str, ParameterSharding],
+) -> None:
+    """Wrap experts, then the modules of the FSDP plan from the inside out, then the model.
+
+    Costs no communication. Nothing is wrapped where no parameter has a data axis.
+    """
+    units = _Units(model, mesh, config, shardings)
+    for name in plans.experts:
+        units.shard_experts(name)
+    if all(sharding.data_axis in (None, "efsdp") for sharding in shardings.values()):
+        return
+    units.shard_float32()
+    kept = [name for name, style in plans.fsdp.items() if not FSDP_STYLES[style]]
+    for name, style in plans.fsdp.items():
+        if FSDP_STYLES[style]:
+            units.shard([name], reshard=True)
+    if len(kept) == 2 and _is_tail(model, kept):
+        # The final norm and the head run one after the other: one gather, kept for backward.
+        units.shard(kept, reshard=False)
+    else:
+        for name in kept:
+            units.shard([name], reshard=False)
+    units.shard([""], reshard=None)
+
+
+class _Units:
+    """Calls `fully_shard` with the mesh of each parameter."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        config: DistributedConfig,
+        shardings: Mapping[str, ParameterSharding],
+    ) -> None:
+        self.model, self.mesh, self.config = model, mesh, config
+        self.shardings = shardings
+        self.dense_mesh = self._data_mesh("fsdp")
+        named = model.named_parameters(remove_duplicate=False)
+        over_tp = [p for name, p in named if shardings[name].data_axis == "fsdp_tp"]
+        # Keyed by the parameters as they are now: `fully_shard` asks before it replaces them.
+        self.meshes = dict.fromkeys(over_tp, self._data_mesh("fsdp_tp")) if over_tp else {}
+
+    def shard(self, names: list[str], *, reshard: bool | None, float32: bool = False) -> None:
+        """Make one unit of modules, over the dense mesh."""
+        modules = [self.model.get_submodule(name) for name in names]
+        place = per_parameter_mesh(self.meshes, self.dense_mesh) if self.meshes else None
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self.dense_mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=place,
+            **self._policies(float32=float32),
+        )
+
+    def shard_experts(self, name: str) -> None:
+        """Make a unit of an experts module, over the expert mesh, with the right divisor."""
+        module = self.model.get_submodule(name)
+        fully_shard(
+            module,
+            mesh=self._data_mesh("efsdp"),
+            reshard_after_forward=True,
+            **self._policies(experts=True),
+        )
+        assert isinstance(module, FSDPModule)
+        divisor = float(self.config.dp_size)
+        if self.config.efsdp_size > 1:
+            # Another divisor than the group's size is a pre-multiplied sum, which gloo lacks and
+            # NCCL gets wrong in bfloat16 before torch 2.14: sum there, divide here.
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(True)
+        elif divisor > 1:
+            # With one rank FSDP2 reduces nothing, and divides by a given factor once in float32 and
+            # bfloat16 but twice in other dtypes: divide after its reduction.
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(functools.partial(_divide, divisor=divisor))
+
+    def shard_float32(self) -> None:
+        """Give parameters kept in float32 units of their own: a unit gathers one dtype."""
+        owners = {
+            name.rpartition(".")[0]
+            for name, sharding in self.shardings.items()
+            if sharding.float32 and sharding.data_axis != "efsdp"
+        }
+        for name in sorted(owners, key=lambda name: name.count("."), reverse=True):
+            if name:
+                self.shard([name], reshard=True, float32=True)
+
+    def _data_mesh(self, axis: str) -> DeviceMesh:
+        if self.config.dp_replicate_size > 1:
+            return self.mesh.mesh("dp_replicate", axis)
+        return self.mesh.mesh(axis)
+
+    def _policies(self, *, experts: bool = False, float32: bool = False) -> dict[str, Any]:
+        policies: dict[str, Any] = {}
+        if self.config.fsdp_mixed_precision and not float32:
+            policies["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                # Routing weights reach the experts as the router computed them.
+                cast_forward_inputs=not experts,
+            )
+        if self.config.fsdp_cpu_offload:
+            if self.mesh.device_type == "cpu":
+                warnings.warn(
+                    "fsdp_cpu_offload=True has nothing to do: the ranks run on the CPU.",
+                    stacklevel=2,
+                )
+            else:
+                policies["offload_policy"] = CPUOffloadPolicy()
+        return policies
+
+
+def _divide(grad: Tensor, *, divisor: float) -> None:
+    grad.div_(divisor)
+
+
+def _is_tail(model: nn.Module, names: list[str]) -> bool:
+    heads = [
+        get()
+        for get in (
+            getattr(model, "get_output_embeddings", None),
+            getattr(model, "get_input_embeddings", None),
+        )
+        if get is not None
+    ]
+    has_norm = any(name.rpartition(".")[2] == "norm" for name in names)
+    return has_norm and any(model.get_submodule(name) in heads for name in names)

@@ -1,0 +1,114 @@
+"""The norm of gradients that lie on several meshes, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients as one vector, the same on every rank.
+
+    Args:
+        parameters: of one model; plain tensors and DTensors on any meshes, mixed. Every rank calls
+            with the same ones.
+        norm_type: the p of the p-norm, or `inf`.
+
+    Returns:
+        A float32 (or wider) scalar on the gradients' device.
+
+    Cost: one all-reduce of a scalar over the world.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if norm_type <= 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}.")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    total: Tensor | None = None
+    for grad in grads:
+        part = _local_power(grad, norm_type, world)
+        total = part if total is None else _join(total, part, norm_type)
+    if total is None:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        total = torch.zeros((), device=device)
+    if world > 1:
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op)
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their norm is at most `max_norm`; give back the norm.
+
+    As `torch.nn.utils.clip_grad_norm_`, for a model whose parameters lie on several meshes, where
+    that one raises. All ranks see the same norm, so all take the same decision.
+
+    Args:
+        parameters: as in `grad_norm`.
+        max_norm: the bound.
+        norm_type: the p of the p-norm, or `inf`.
+        error_if_nonfinite: raise, on every rank, if the norm is not finite.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; no gradient is changed.
+
+    Cost: one all-reduce of a scalar; a host sync only with `error_if_nonfinite`.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped. "
+            "Look for a loss that is not finite, or pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    local_grads = [_local(p.grad) for p in parameters if p.grad is not None]
+    for grad in local_grads:
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return norm
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _copies(grad: Tensor, world: int) -> float:
+    """How many ranks of the world hold each element of this rank's part of `grad`."""
+    if not isinstance(grad, DTensor):
+        return world
+    parts = 1
+    for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+        if isinstance(placement, Partial):
+            raise ValueError(
+                "A gradient is a partial sum over a mesh axis; reduce it before taking its norm."
+            )
+        if not isinstance(placement, Replicate):
+            parts *= size
+    return world / parts
+
+
+def _local_power(grad: Tensor, norm_type: float, world: int) -> Tensor:
+    """This rank's share of the sum of |g|^p (or of the maximum)."""
+    values = _local(grad)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    if math.isinf(norm_type):
+        return values.abs().amax().to(wide) if values.numel() else values.new_zeros((), dtype=wide)
+    norm = torch.linalg.vector_norm(values, norm_type, dtype=wide)
+    power: Tensor = norm.pow(norm_type) / _copies(grad, world)
+    return power
+
+
+def _join(total: Tensor, part: Tensor, norm_type: float) -> Tensor:
+    wide = torch.promote_types(total.dtype, part.dtype)
+    total, part = total.to(wide), part.to(total.device, wide)
+    return torch.maximum(total, part) if math.isinf(norm_type) else total + part

@@ -1,0 +1,227 @@
+"""`parallelize`: the plans become sharded parameters and changed forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_dispatch import ExpertsForward
+from ep_dispatch.collectives import copy_to_group
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans.checks import attention_heads
+from ep_plans.data_parallel import apply_fsdp
+from ep_plans.own_forward import own_experts_forward
+from ep_plans.parameters import plan_parameters
+from ep_plans.resolve import Plans, resolve_plans
+from ep_plans.sequence import install_sequence_parallel
+from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
+from ep_plans.styles import STYLES
+from ep_plans.styles.base import Context, Forward, around_forward, local_parameters, scale_gradient
+
+_STATE = "_ep_parallel_state"
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """What was done to a model.
+
+    Attributes:
+        mesh: the meshes.
+        config: the configuration.
+        plans: the rules applied.
+        shardings: where each parameter lies, by name.
+    """
+
+    mesh: ParallelMesh
+    config: DistributedConfig
+    plans: Plans
+    shardings: Mapping[str, ParameterSharding]
+
+
+def parallel_state(model: nn.Module) -> ParallelState | None:
+    """What `parallelize` did to `model`; None if it was not called."""
+    return getattr(model, _STATE, None)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: DistributedConfig,
+    *,
+    plans: Plans | None = None,
+    experts_forward: Callable[[nn.Module], ExpertsForward] | None = None,
+) -> nn.Module:
+    """Shard `model` in place over the meshes and change how its modules run.
+
+    Args:
+        model: on the meta device, or built with the same values on every rank.
+        mesh: the meshes of `config.layout`. Every rank calls with the same model and config.
+        config: what to do.
+        plans: the resolved rules; None: `resolve_plans(model, config)`.
+        experts_forward: makes the function that runs an experts module, by the contract of
+            `ep_dispatch`; None: the module's own code.
+
+    Returns:
+        The same model. Its sharded parameters are DTensors; `model.tp_plan`, `ep_plan` and
+        `fsdp_plan` show the merged rules, `parallel_state(model)` the rest.
+
+    Raises:
+        ValueError: as `resolve_plans`; the mesh is of another layout; the ranks hold different
+            values; the model is parallel already. Nothing is changed then.
+        NotImplementedError: `pp_size > 1`.
+
+    Cost: one small all-gather for a built model (do the values agree), none on the meta device.
+    """
+    if parallel_state(model) is not None:
+        raise ValueError(
+            f"This {type(model).__name__} is parallel already; build or load a new one."
+        )
+    if mesh.layout != config.layout:
+        raise ValueError(f"The mesh is of the layout {mesh.layout}, the config of {config.layout}.")
+    if config.pp_size > 1:
+        raise NotImplementedError(
+            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
+            "fsdp_size and ep_size."
+        )
+    plans = resolve_plans(model, config) if plans is None else plans
+    shardings = plan_parameters(model, plans, config)
+    _check_same_values(model, mesh)
+
+    _cut_parameters(model, mesh, config, shardings)
+    _install_styles(model, mesh, config, plans, shardings, experts_forward or own_experts_forward)
+    _sum_partial_gradients(model, mesh, shardings)
+    if config.enable_sequence_parallel and config.tp_size > 1:
+        install_sequence_parallel(model, plans, mesh.group("tp"))
+    _show_plans(model, plans)
+    apply_fsdp(model, mesh, config, plans, shardings)
+    setattr(model, _STATE, ParallelState(mesh, config, plans, shardings))
+    return model
+
+
+def _check_same_values(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Each rank cuts its part out of its own copy, so the copies must be equal."""
+    real = [p.detach() for p in model.parameters() if not p.is_meta]
+    if not real or dist.get_world_size() == 1:
+        return
+    sums = torch.stack([p.double().abs().sum().to(mesh.device) for p in real])
+    least, most = sums.clone(), sums.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if not torch.equal(least, most):
+        index = int((least != most).nonzero()[0])
+        name = [name for name, p in model.named_parameters() if not p.is_meta][index]
+        raise ValueError(
+            f"The ranks hold different values of {name} (and perhaps of others). Build the model "
+            "with the same seed on every rank, or load it."
+        )
+
+
+def _cut_parameters(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: DistributedConfig,
+    shardings: Mapping[str, ParameterSharding],
+) -> None:
+    done: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters are cut once
+    for name, sharding in shardings.items():
+        if sharding.cut is None:
+            continue
+        module_name, _, parameter_name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        parameter = module._parameters[parameter_name]
+        assert parameter is not None
+        if parameter not in done:
+            sharded = shard_tensor(parameter.detach(), sharding.cut, _cut_mesh(mesh, sharding.cut))
+            done[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        module._parameters[parameter_name] = done[parameter]
+        if sharding.cut.axis == "ep":
+            module.num_experts = parameter.shape[0] // config.ep_size  # type: ignore[assignment]
+            # Released experts code masks skipped ids only when it is told that experts are split.
+            module._is_expert_parallel = True  # type: ignore[assignment]
+
+
+def _cut_mesh(mesh: ParallelMesh, cut: Cut) -> DeviceMesh:
+    if cut.copies > 1:
+        return mesh.split_tp(mesh.size("tp") // cut.copies)
+    return mesh.mesh(cut.axis)
+
+
+def _install_styles(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: DistributedConfig,
+    plans: Plans,
+    shardings: Mapping[str, ParameterSharding],
+    experts_forward: Callable[[nn.Module], ExpertsForward],
+) -> None:
+    modules = dict(model.named_modules())
+    ratios: dict[nn.Module, int] = {}
+    for axis, rules in (("tp", plans.tp), ("ep", plans.ep)):
+        for name, style in rules.items():
+            if name not in modules:
+                continue
+            sharding = shardings.get(f"{name}.weight")
+            copies = sharding.cut.copies if sharding is not None and sharding.cut else 1
+            context = Context(
+                mesh, config, model, name, modules[name], axis, copies, experts_forward
+            )
+            if copies > 1:
+                heads = attention_heads(context.parent, config.tp_size)
+                assert heads is not None
+                ratios[context.parent] = heads.query // config.tp_size
+            STYLES[style].install(context)
+    for attention, ratio in ratios.items():
+        # Each rank has one key-value head for its query heads.
+        attention.num_key_value_groups = ratio  # type: ignore[assignment]
+
+
+def _sum_partial_gradients(
+    model: nn.Module, mesh: ParallelMesh, shardings: Mapping[str, ParameterSharding]
+) -> None:
+    owners: dict[str, dict[str, ParameterSharding]] = {}
+    for name, sharding in shardings.items():
+        if sharding.partial_over is not None:
+            owner, _, parameter_name = name.rpartition(".")
+            owners.setdefault(owner, {})[parameter_name] = sharding
+    for owner, parts in owners.items():
+        _sum_partial(model.get_submodule(owner), parts, mesh)
+
+
+def _sum_partial(
+    module: nn.Module, parts: Mapping[str, ParameterSharding], mesh: ParallelMesh
+) -> None:
+    def change(name: str, value: Tensor) -> Tensor:
+        sharding = parts.get(name)
+        if sharding is None or sharding.partial_over is None:
+            return value
+        if sharding.data_axis == "fsdp_tp":
+            # FSDP takes the mean over the TP ranks too, so `tp` times a part makes the sum.
+            return scale_gradient(value, float(mesh.size("tp")))
+        return copy_to_group(value, _group_or_none(mesh, sharding.partial_over))
+
+    def run(forward: Forward, *args: object, **kwargs: object) -> object:
+        with local_parameters(module, change):
+            return forward(*args, **kwargs)
+
+    around_forward(module, run)
+
+
+def _group_or_none(mesh: ParallelMesh, axis: str) -> ProcessGroup | None:
+    return mesh.group(axis) if mesh.size(axis) > 1 else None
+
+
+def _show_plans(model: nn.Module, plans: Plans) -> None:
+    """Set `model.tp_plan` and so on; a transformers model has properties over `_tp_plan`."""
+    for name, rules in (
+        ("tp_plan", plans.tp_rules),
+        ("ep_plan", plans.ep_rules),
+        ("fsdp_plan", plans.fsdp_rules),
+    ):
+        shown = f"_{name}" if isinstance(getattr(type(model), name, None), property) else name
+        setattr(model, shown, dict(rules))

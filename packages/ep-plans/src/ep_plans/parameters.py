@@ -1,0 +1,144 @@
+"""Where every parameter goes: the one place that loading, running, saving and planning ask.
+
+[Note: the gradient's divisor]
+A rank calls backward on its own batch's loss. The right gradient is the mean over the
+`fsdp * dp_replicate` batches.
+- A dense parameter is reduced over the ranks that hold different batches, so the group's mean is it.
+- An EP group holds `ep / tp` batches, and an expert's gradient on its rank is a sum over those. The
+  reduction over `efsdp` adds up `efsdp * ep / tp = fsdp` batches: it must divide by `fsdp` (times
+  `dp_replicate`), not by its own size.
+- A parameter that TP ranks hold whole and use alike has the same gradient on each; sharded over
+  `fsdp * tp` ranks (`fsdp_over_tp`) the mean over that larger group is right as it is. If each rank
+  has only a part of the gradient (a norm over its own heads, anything that runs on sequence
+  slices), the part is multiplied by `tp` before that mean, which makes it the sum.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from ep_mesh import DistributedConfig
+from ep_plans.checks import attention_heads
+from ep_plans.patterns import is_below
+from ep_plans.resolve import Plans
+from ep_plans.sequence import partial_on_slices
+from ep_plans.sharding import Cut, ParameterSharding
+from ep_plans.styles import STYLES
+from ep_plans.styles.linear import Colwise
+
+# Below this share of a rank's parameters, sharding the replicated ones over TP is not worth its
+# gathers.
+_WORTH_SHARDING = 0.01
+
+
+def plan_parameters(
+    model: nn.Module, plans: Plans, config: DistributedConfig
+) -> dict[str, ParameterSharding]:
+    """How each parameter of `model` is sharded, by name; tied names are all listed.
+
+    Pure: nothing is changed, no process group is needed. `ParameterSharding.local_numel` then tells
+    what each rank holds.
+    """
+    cuts: dict[str, Cut | None] = {}
+    partial: dict[str, str | None] = {}
+    on_slices = partial_on_slices(model, plans) if _uses_slices(config) else set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        cuts[name] = _cut(model, plans, config, name, parameter)
+        partial[name] = None if cuts[name] else _partial_over(model, plans, name, on_slices)
+    over_tp = uses_fsdp_over_tp(model, plans, config, cuts)
+    data_parallel = config.dp_size > 1 or over_tp
+    float32 = float32_parameters(model)
+
+    def data_axis(name: str) -> str | None:
+        if is_below(name, plans.experts):
+            return "efsdp"
+        if not data_parallel:
+            return None
+        return "fsdp_tp" if over_tp and cuts[name] is None else "fsdp"
+
+    return {
+        name: ParameterSharding(cuts[name], data_axis(name), partial[name], name in float32)
+        for name in cuts
+    }
+
+
+def uses_fsdp_over_tp(
+    model: nn.Module, plans: Plans, config: DistributedConfig, cuts: dict[str, Cut | None]
+) -> bool:
+    """Whether parameters that TP ranks would hold whole are sharded over those ranks too."""
+    if config.tp_size == 1 or config.fsdp_over_tp is False:
+        return False
+    if config.fsdp_over_tp:
+        return True
+    whole = part = 0.0
+    for name, parameter in model.named_parameters():
+        cut = cuts[name]
+        if cut is not None:
+            axis = config.tp_size if cut.axis == "tp" else config.ep_size
+            part += parameter.numel() * cut.copies / axis
+        elif not is_below(name, plans.experts):
+            whole += parameter.numel()
+    return whole * (1 - 1 / config.tp_size) > _WORTH_SHARDING * (whole + part)
+
+
+def float32_parameters(model: nn.Module) -> set[str]:
+    """The parameters that the model wants in float32 though its dtype is a half precision."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    patterns: set[str] = set()
+    if dtypes & {torch.float16, torch.bfloat16}:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if torch.float16 in dtypes:
+        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = {
+        name
+        for name, p in model.named_parameters()
+        if p.dtype is torch.float32 and dtypes - {p.dtype}
+    }
+    for pattern in patterns:
+        search = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
+        kept |= {name for name, _ in model.named_parameters() if search(name)}
+    return kept
+
+
+def _uses_slices(config: DistributedConfig) -> bool:
+    return config.enable_sequence_parallel and config.tp_size > 1
+
+
+def _cut(
+    model: nn.Module, plans: Plans, config: DistributedConfig, name: str, parameter: nn.Parameter
+) -> Cut | None:
+    axis = "ep" if name in plans.ep else "tp"
+    style = (plans.ep if axis == "ep" else plans.tp).get(name)
+    if style is None:
+        return None
+    module_name, _, parameter_name = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    found = STYLES[style].cut(module, parameter_name, parameter.ndim)
+    if found is None:
+        return None
+    dim, packs = found
+    copies = 1
+    if style_copies(style) and module_name.rpartition(".")[2] in ("k_proj", "v_proj"):
+        attention = model.get_submodule(module_name.rpartition(".")[0])
+        heads = attention_heads(attention, config.tp_size)
+        copies = 1 if heads is None else heads.copies
+    return Cut(axis, dim, packs, copies)
+
+
+def style_copies(style: str) -> bool:
+    """Whether a style leaves each rank with heads of its own, copied where they are too few."""
+    found = STYLES[style]
+    return isinstance(found, Colwise) and not found.gather_output and found.packs == 1
+
+
+def _partial_over(model: nn.Module, plans: Plans, name: str, on_slices: set[str]) -> str | None:
+    # An uncut parameter inside experts meets its own rank's rows only.
+    if is_below(name, plans.experts):
+        return "ep"
+    style = plans.tp.get(name) or plans.tp.get(name.rpartition(".")[0])
+    if style is not None and STYLES[style].partial_gradients:
+        return "tp"
+    return "tp" if name in on_slices else None

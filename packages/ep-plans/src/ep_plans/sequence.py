@@ -1,0 +1,151 @@
+"""Sequence parallelism: between TP regions each TP rank holds a slice of the sequence.
+
+[Note: what runs on slices]
+The first decoder layer's input is split along the sequence, the last one's output is gathered. Inside
+a layer a child is one of three:
+- a norm, or anything else that works token by token: it runs on the slice, and the gradient of its
+  parameters is summed over the group;
+- a block with dispatched experts: router and experts take the slice as it is; a shared expert with TP
+  rules is a region of its own;
+- a region (attention, a dense MLP with TP rules): its input is gathered, its output split again.
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022).
+
+Shapes: B batch, S sequence, H hidden size; a slice is [B, S / tp, H], or [B * S / tp, H] inside a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ep_dispatch.collectives import (
+    chunk_bounds,
+    gather_over_group,
+    group_rank,
+    group_size,
+    split_over_group,
+)
+from ep_plans.patterns import is_below
+from ep_plans.resolve import Plans
+from ep_plans.styles.base import Forward, around_forward, change_input, change_output
+
+# Children that work token by token whatever their parameters look like.
+_TOKENWISE = ("gate", "router", "shared_expert_gate")
+
+
+@dataclass
+class _Sequence:
+    """The whole batch whose slices the layers see, set where the split is done."""
+
+    batch: int = 0
+    size: int = 0
+
+
+def install_sequence_parallel(model: nn.Module, plans: Plans, group: ProcessGroup) -> None:
+    """Split the sequence over `group` between the TP regions of the decoder layers.
+
+    Raises:
+        ValueError: no decoder layers are found.
+    """
+    layers_name, layers = decoder_layers(model, plans)
+    sequence = _Sequence()
+
+    def split_first(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def split(x: Tensor) -> Tensor:
+            sequence.batch, sequence.size = x.shape[0], x.shape[1]
+            return split_over_group(x, group, 1)
+
+        return change_input(split, args, kwargs)
+
+    def gather_last(module: nn.Module, args: Any, output: Any) -> Any:
+        return change_output(lambda x: gather_over_group(x, group, 1, size=sequence.size), output)
+
+    layers[0].register_forward_pre_hook(split_first, with_kwargs=True)
+    layers[-1].register_forward_hook(gather_last)
+    for name, _ in _regions(layers_name, layers, plans):
+        _install_region(model.get_submodule(name), group, sequence)
+
+
+def partial_on_slices(model: nn.Module, plans: Plans) -> set[str]:
+    """The parameters of the decoder layers that run on slices, experts apart."""
+    layers_name, layers = decoder_layers(model, plans)
+    regions = [name for name, _ in _regions(layers_name, layers, plans)]
+    return {
+        f"{layers_name}.{name}"
+        for name, _ in layers.named_parameters()
+        if not is_below(f"{layers_name}.{name}", (*regions, *plans.experts))
+    }
+
+
+def decoder_layers(model: nn.Module, plans: Plans) -> tuple[str, nn.ModuleList]:
+    """The list of decoder layers: the one with the experts, else the largest named `layers`."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "layers" and len(module)
+    ]
+    with_experts = [
+        (name, module)
+        for name, module in lists
+        if any(is_below(expert, (name,)) for expert in plans.experts)
+    ]
+    if not lists:
+        raise ValueError(
+            f"enable_sequence_parallel=True, but {type(model).__name__} has no module list named "
+            "'layers' whose sequence could be split. Set it to False for this model."
+        )
+    return max(with_experts or lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def _regions(
+    layers_name: str, layers: nn.ModuleList, plans: Plans
+) -> Iterator[tuple[str, nn.Module]]:
+    for index, layer in enumerate(layers):
+        yield from _regions_of(f"{layers_name}.{index}", layer, plans)
+
+
+def _regions_of(name: str, module: nn.Module, plans: Plans) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}"
+        if path in plans.experts or child_name in _TOKENWISE:
+            continue
+        if any(is_below(expert, (path,)) for expert in plans.experts):
+            yield from _regions_of(path, child, plans)
+        elif not _is_norm(child):
+            yield path, child
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return all(parameter.ndim <= 1 for parameter in module.parameters())
+
+
+def _install_region(module: nn.Module, group: ProcessGroup, sequence: _Sequence) -> None:
+    """Gather the input of `module`, split its output."""
+
+    def gather(x: Tensor) -> Tensor:
+        whole = gather_over_group(_as_3d(x, group, sequence), group, 1, size=sequence.size)
+        return whole.flatten(0, 1) if x.ndim == 2 else whole
+
+    def split(x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            whole = x.unflatten(0, (sequence.batch, sequence.size))
+            return split_over_group(whole, group, 1).flatten(0, 1)
+        return split_over_group(x, group, 1)
+
+    def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = change_input(gather, args, kwargs)
+        return change_output(split, forward(*args, **kwargs))
+
+    around_forward(module, run)
+
+
+def _as_3d(x: Tensor, group: ProcessGroup, sequence: _Sequence) -> Tensor:
+    if x.ndim == 3:
+        return x
+    start, end = chunk_bounds(sequence.size, group_size(group), group_rank(group))
+    batched: Tensor = x.unflatten(0, (sequence.batch, end - start))
+    return batched

@@ -1,0 +1,188 @@
+"""What a style is: how a module's parameters are cut, and what is done around its forward."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ep_dispatch import ExpertsForward
+from ep_mesh import DistributedConfig, ParallelMesh
+
+Forward = Callable[..., Any]
+
+
+class Scope(enum.Enum):
+    """What a style is a rule for."""
+
+    DENSE = "a dense module or its parameters, over the TP axis"
+    EXPERTS = "an experts module, over the expert axis"
+    EXPERT_WEIGHT = "a stacked expert weight, over the expert axis"
+    ROUTER = "the router before masked experts, over the expert axis"
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a style is installed.
+
+    Attributes:
+        mesh: the meshes of the layout.
+        config: the configuration.
+        model: the whole model.
+        name: the module's path in the model.
+        module: the module itself.
+        axis: the axis that the rule works over, "tp" or "ep".
+        copies: consecutive ranks that hold the same part of its weight (key-value heads).
+        experts_forward: makes the function that runs an experts module.
+    """
+
+    mesh: ParallelMesh
+    config: DistributedConfig
+    model: nn.Module
+    name: str
+    module: nn.Module
+    axis: str
+    copies: int
+    experts_forward: Callable[[nn.Module], ExpertsForward]
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group of `axis`."""
+        return self.mesh.group(self.axis)
+
+    @property
+    def parent(self) -> nn.Module:
+        """The module that holds this one."""
+        return self.model.get_submodule(self.name.rpartition(".")[0])
+
+
+class Style:
+    """One way to shard a module's parameters and to run it. Stateless; one object serves all modules.
+
+    A subclass overrides `cut` (which dimension of which parameter), `install` (what is done around
+    the forward), and the class attributes.
+    """
+
+    scope: Scope = Scope.DENSE
+    # Tokens travel to the experts: needs global expert ids, works in any layout.
+    dispatches: bool = False
+    # Each rank sees only a part of the gradients of the module's own uncut parameters.
+    partial_gradients: bool = False
+
+    def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
+        """The dimension to cut and its packs, or None to leave the parameter whole.
+
+        Args:
+            module: the module that owns the parameter.
+            parameter_name: its name in the module.
+            ndim: its number of dimensions.
+        """
+        return None
+
+    def install(self, context: Context) -> None:
+        """Change how `context.module` runs. Called once, after its parameters are cut."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, differentiable; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """Let `module` show `values` under the names of its parameters or attributes meanwhile.
+
+    An entry of a module's `__dict__` is found before `_parameters`, which stays as FSDP2 wants it.
+    """
+    missing = object()
+    before = {name: module.__dict__.get(name, missing) for name in values}
+    module.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+
+
+def local_parameters(
+    module: nn.Module, change: Callable[[str, Tensor], Tensor] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Let `module`'s own code see what this rank holds of its own parameters.
+
+    Args:
+        module: the module; its children are not touched.
+        change: called with the name and the local tensor, gives what the code shall see.
+    """
+    values: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if change is not None:
+            values[name] = change(name, local(parameter))
+        elif isinstance(parameter, DTensor):
+            values[name] = local(parameter)
+    return attributes(module, values)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Give back `x`, whose gradient is multiplied by `factor`."""
+    scaled: Tensor = _ScaleGradient.apply(x, factor)
+    return scaled
+
+
+def call_arguments(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of `forward`'s signature."""
+    return list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
+
+
+def around_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Replace `module.forward` by `run(forward, *args, **kwargs)`; the signature stays visible."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(inner, *args, **kwargs)
+
+    module.forward = forward
+
+
+def change_input(
+    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply `change` to the first tensor of a call, positional or by keyword."""
+    if args:
+        return (change(local(args[0])), *args[1:]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, {**kwargs, name: change(local(value))}
+    return args, kwargs
+
+
+def change_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Apply `change` to a module's output, or to the first element of a tuple of outputs."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:]) if output else output
+    return change(output)

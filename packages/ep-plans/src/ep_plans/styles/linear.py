@@ -1,0 +1,138 @@
+"""Column-wise and row-wise sharding of projections, packed ones included.
+
+Shapes: a projection maps [..., in] to [..., out] with a weight [out, in]. Column-wise cuts `out`: each
+rank computes its features of the whole input. Row-wise cuts `in`: each rank has its features of the
+input, and the partial outputs are summed. Source: Shoeybi et al., Megatron-LM (2019).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_dispatch.collectives import (
+    copy_to_group,
+    gather_over_group,
+    reduce_over_group,
+    split_over_group,
+)
+from ep_plans.styles.base import (
+    Context,
+    Forward,
+    Style,
+    around_forward,
+    change_input,
+    local,
+    local_parameters,
+)
+
+
+class Colwise(Style):
+    """The output features are cut; with `gather_output` every rank gets them all again.
+
+    Cost: an all-reduce of the input's gradient in backward; with `gather_output` an all-gather of
+    the output in forward.
+    """
+
+    def __init__(self, *, gather_output: bool = False, packs: int = 1) -> None:
+        self.gather_output = gather_output
+        self.packs = packs
+
+    def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
+        """The output dimension: the last but one of a weight, the only one of a bias."""
+        return max(ndim - 2, 0), self.packs
+
+    def install(self, context: Context) -> None:
+        """Copy the input, run on the local weight, gather if asked."""
+        module, group = context.module, context.group
+        size = getattr(module, "out_features", None)
+        if self.gather_output and not isinstance(size, int):
+            raise ValueError(
+                f"{context.name}: colwise with a gathered output needs a linear layer with "
+                f"`out_features`, got {type(module).__name__}."
+            )
+        copy_group = None
+        if context.copies > 1:
+            split = context.mesh.split_tp(context.mesh.size("tp") // context.copies)
+            copy_group = split["tp_copy"].get_group()
+
+        def weight(name: str, value: Tensor) -> Tensor:
+            # Ranks that hold the same head each see the gradient of their own queries only.
+            return copy_to_group(value, copy_group)
+
+        def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = change_input(lambda x: copy_to_group(x, group), args, kwargs)
+            with local_parameters(module, weight):
+                output = forward(*args, **kwargs)
+            if self.gather_output and isinstance(size, int):
+                output = gather_over_group(output, group, -1, size=size)
+            return output
+
+        around_forward(module, run)
+
+
+class Rowwise(Style):
+    """The input features are cut, the partial outputs summed; the bias is added once, after the sum.
+
+    With `split_input` the input comes whole and each rank takes its features of it.
+    Cost: an all-reduce of the output in forward; with `split_input` an all-gather in backward.
+    """
+
+    def __init__(self, *, split_input: bool = False, packs: int = 1) -> None:
+        self.split_input = split_input
+        self.packs = packs
+
+    def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
+        """The input dimension, the last one; biases stay whole."""
+        return None if ndim == 1 else (ndim - 1, self.packs)
+
+    def install(self, context: Context) -> None:
+        """Run on the local weight without the bias, sum over the group, add the bias."""
+        module, group = context.module, context.group
+
+        def hide_bias(name: str, value: Tensor) -> Any:
+            return None if name == "bias" else value
+
+        def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            if self.split_input:
+                args, kwargs = change_input(lambda x: split_over_group(x, group, -1), args, kwargs)
+            with local_parameters(module, hide_bias):
+                output = forward(*args, **kwargs)
+            output = reduce_over_group(output, group)
+            bias = module._parameters.get("bias")
+            return output if bias is None else output + local(bias).to(output.dtype)
+
+        around_forward(module, run)
+
+
+class MlaKeyValue(Style):
+    """The joint key-value projection of multi-head latent attention, whole on every rank.
+
+    Its output is a latent part, which a column-wise projection uses (and sums the gradient of), and
+    a rotary part, which goes straight to every rank's own heads: that part's gradient is summed here.
+    """
+
+    def install(self, context: Context) -> None:
+        """Sum the gradient of the last `qk_rope_head_dim` output features over the group."""
+        module, group = context.module, context.group
+        size = getattr(context.parent, "qk_rope_head_dim", None)
+        if not isinstance(size, int):
+            config = getattr(context.parent, "config", None) or getattr(
+                context.model, "config", None
+            )
+            size = getattr(config, "qk_rope_head_dim", None)
+        if not isinstance(size, int):
+            raise ValueError(
+                f"{context.name}: the style 'mla_kv_a_proj' needs `qk_rope_head_dim` on "
+                f"{type(context.parent).__name__} or in the model's config, and neither has it."
+            )
+        rope = size
+
+        def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            latent, rotary = output.split([output.shape[-1] - rope, rope], dim=-1)
+            return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
+
+        around_forward(module, run)
