@@ -1,1 +1,29 @@
-"""How tokens travel to their experts and back."""
+"""How tokens travel to their experts and back.
+
+High level: `implementation(hidden_states, top_k_index, top_k_weights) -> [T, H]`. Low level, for
+frameworks with experts of their own: `AllToAll.prepare`, `.dispatch`, `.combine`.
+"""
+
+from .all_reduce import AllReduce
+from .all_to_all import AllToAll
+from .auto import Auto
+from .implementation import EPImplementation, EPImplementationInterface, ExpertsForward
+from .megamoe import DeepGemmMegaMoe
+from .plan import DispatchPlan, ReceivedRows, Ticket
+
+__all__ = [
+    "AllReduce",
+    "AllToAll",
+    "Auto",
+    "DeepGemmMegaMoe",
+    "DispatchPlan",
+    "EPImplementation",
+    "EPImplementationInterface",
+    "ExpertsForward",
+    "ReceivedRows",
+    "Ticket",
+]
+
+EPImplementationInterface._register_built_in(
+    auto=Auto, all_to_all=AllToAll, all_reduce=AllReduce, deepgemm_megamoe=DeepGemmMegaMoe
+)

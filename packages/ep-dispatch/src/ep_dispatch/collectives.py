@@ -36,6 +36,10 @@ __all__ = [
     "split_over_group",
 ]
 
+# Renamed in torch 2.13, where the old names warn on every call.
+_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def group_size(group: ProcessGroup | None) -> int:
     """The number of ranks of `group`; 1 for None."""
@@ -161,8 +165,8 @@ def _all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
         )
     local = _pad_first(x.movedim(dim, 0), step)
     out = local.new_empty((parts * step, *local.shape[1:]))
-    dist.all_gather_into_tensor(out, local, group=group)
-    return out[:size].movedim(0, dim).contiguous()
+    _gather_single(out, local, group=group)
+    return _in_place(out, size, dim)
 
 
 def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -170,9 +174,18 @@ def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     step = -(-size // parts)
     whole = _pad_first(x.movedim(dim, 0), parts * step)
     out = whole.new_empty((step, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(out, whole, group=group)
+    _reduce_scatter_single(out, whole, group=group)
     start, end = chunk_bounds(size, parts, group_rank(group))
-    return out[: end - start].movedim(0, dim).contiguous()
+    return _in_place(out, end - start, dim)
+
+
+def _in_place(out: Tensor, size: int, dim: int) -> Tensor:
+    """The first `size` slices of a new buffer, their dimension moved to `dim`; never a view of it.
+
+    A view as the output of an FSDP2 unit would lose its backward hook to an in-place operation.
+    """
+    out.resize_((size, *out.shape[1:]))
+    return out if dim == 0 else out.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _all_to_all(x: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:

@@ -1,0 +1,131 @@
+"""What the ranks of an EP group must agree on before rows move. It travels with the counts.
+
+Each rank sends every other a few integers beside the rows that it has for it. All read the same
+integers, so all reach the same verdict: each continues, or each raises. No rank is left waiting in an
+exchange that another has refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .checks import DTYPES
+from .links import GradNeeds
+
+__all__ = ["Notice", "agree"]
+
+_GRAD, _HIDDEN, _WEIGHTS, _EXPERTS, _REFUSED = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What one rank tells the others of its group.
+
+    Attributes:
+        grad: whether grad mode is on.
+        hidden, weights, experts: whether the hidden states, the routing weights, the experts'
+            parameters need a gradient.
+        tokens: T, the tokens that the rank holds.
+        width: H, or 0 if it is not known yet.
+        dtype: of the hidden states, or None if it is not known yet.
+        weights_dtype: of the routing weights.
+        refused: the rank's own inputs are wrong: it is about to raise.
+        bad_ids: some of its expert ids are out of range.
+    """
+
+    grad: bool = False
+    hidden: bool = False
+    weights: bool = False
+    experts: bool = False
+    tokens: int = 0
+    width: int = 0
+    dtype: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
+    refused: bool = False
+    bad_ids: bool = False
+
+    LENGTH: ClassVar[int] = 5
+
+    def encode(self) -> list[int]:
+        """As integers: flags, tokens, width, dtypes; the last is for `bad_ids`, known on the device."""
+        flags = (
+            _GRAD * self.grad + _HIDDEN * self.hidden + _WEIGHTS * self.weights
+            + _EXPERTS * self.experts + _REFUSED * self.refused
+        )  # fmt: skip
+        dtypes = 16 * _code(self.dtype) + _code(self.weights_dtype)
+        return [flags, self.tokens, self.width, dtypes, int(self.bad_ids)]
+
+    @classmethod
+    def decode(cls, values: Sequence[int]) -> Notice:
+        """The inverse of `encode`."""
+        flags, tokens, width, dtypes, bad_ids = values
+        return cls(
+            grad=bool(flags & _GRAD),
+            hidden=bool(flags & _HIDDEN),
+            weights=bool(flags & _WEIGHTS),
+            experts=bool(flags & _EXPERTS),
+            tokens=tokens,
+            width=width,
+            dtype=_dtype(dtypes // 16),
+            weights_dtype=_dtype(dtypes % 16),
+            refused=bool(flags & _REFUSED),
+            bad_ids=bool(bad_ids),
+        )
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else 1 + DTYPES.index(dtype)
+
+
+def _dtype(code: int) -> torch.dtype | None:
+    return None if code == 0 else DTYPES[code - 1]
+
+
+def agree(notices: Sequence[Notice], tp_members: Sequence[int]) -> GradNeeds | None:
+    """The verdict of a group: which gradients travel, None if grad mode is off.
+
+    Args:
+        notices: of every rank of the EP group, in rank order.
+        tp_members: the EP ranks that hold the same batch as this one.
+
+    Raises:
+        RuntimeError: a rank refused its inputs, or the ranks' inputs do not fit together.
+    """
+    wrong = [p for p, notice in enumerate(notices) if notice.refused or notice.bad_ids]
+    if wrong:
+        raise RuntimeError(
+            f"ranks {wrong} of the EP group refused their inputs (each says why in an error of its "
+            "own); nothing was sent."
+        )
+    _same(
+        "hidden states of one width and dtype, and routing weights of one dtype",
+        [(notice.width, notice.dtype, notice.weights_dtype) for notice in notices],
+    )
+    _same(
+        "one grad mode (all with gradients, or all under torch.no_grad)",
+        [notice.grad for notice in notices],
+    )
+    tokens = {p: notices[p].tokens for p in tp_members}
+    if len(set(tokens.values())) > 1:
+        raise RuntimeError(
+            f"ranks that share a batch must hold the same tokens, got {tokens} tokens by EP rank; "
+            "feed the ranks of a TP group the same batch, or build with sequence_parallel=True if "
+            "each holds a slice of it."
+        )
+    if not notices[0].grad:
+        return None
+    hidden = any(notice.hidden for notice in notices)
+    weights = any(notice.weights for notice in notices)
+    experts = any(notice.experts for notice in notices)
+    return GradNeeds(hidden=hidden, weights=weights, rows=hidden or weights or experts)
+
+
+def _same(what: str, values: Sequence[object]) -> None:
+    if any(value != values[0] for value in values):
+        raise RuntimeError(
+            f"the ranks of an EP group must have {what}, got {dict(enumerate(values))} by EP rank."
+        )

@@ -1,0 +1,221 @@
+"""Autograd nodes that keep the ranks of a group together in backward.
+
+[Note: one order of collectives in backward]
+A collective in backward runs only if autograd reaches its node, and autograd reaches a node only if
+one of the node's inputs needs a gradient and one of its outputs was used. Neither is the same on all
+ranks: hidden states may be frozen on one rank, and experts that get no row may give back a tensor that
+has no history. A rank that leaves out a collective leaves the others waiting forever. So:
+
+- which gradients travel (`GradNeeds`) is agreed by the whole group in forward, never read off a tensor;
+- each exchange is one node, whatever number of tensors it moves, so that their order is fixed;
+- a scalar, the link, enters the first node (as a leaf that requires grad) and runs from node to node
+  beside the rows up to the output. Each node therefore exists on every rank, is reached on every rank,
+  and runs after all nodes behind it. The link's gradient is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .collectives import _all_gather, _all_reduce, _all_to_all, _chunk
+
+__all__ = [
+    "GradNeeds",
+    "exchange_linked",
+    "join_parameters",
+    "new_link",
+    "share_linked",
+    "split_linked",
+    "sum_linked",
+]
+
+
+@dataclass(frozen=True)
+class GradNeeds:
+    """Which gradients travel back between the ranks of a group: the same on every rank of it.
+
+    Attributes:
+        hidden: of the hidden states, on any rank.
+        weights: of the routing weights, on any rank.
+        rows: of the experts' outputs: if any of the others or the experts need one.
+    """
+
+    hidden: bool = False
+    weights: bool = False
+    rows: bool = False
+
+
+def new_link(device: torch.device) -> Tensor:
+    """The start of a link: a leaf that requires grad."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+def split_linked(
+    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], group: ProcessGroup
+) -> tuple[Tensor | None, list[Tensor]]:
+    """This rank's chunk of each tensor's dimension 0 (`chunk_bounds`).
+
+    Cost: one all-gather in backward for each tensor that `needs` a gradient.
+    """
+    if link is None:
+        return None, [_chunk(x, group, 0) for x in tensors]
+    link, *chunks = _SplitLinked.apply(link, group, tuple(needs), *tensors)
+    return link, chunks
+
+
+def exchange_linked(
+    link: Tensor | None,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    group: ProcessGroup,
+    send: Sequence[int],
+    receive: Sequence[int],
+) -> tuple[Tensor | None, list[Tensor]]:
+    """All-to-all along dimension 0 of each tensor: `send[p]` rows to rank p, `receive[p]` from it.
+
+    Cost: one all-to-all a tensor, and one in backward for each that `needs` a gradient.
+    """
+    splits = list(send), list(receive)
+    if link is None:
+        return None, [_all_to_all(x, group, *splits) for x in tensors]
+    link, *received = _ExchangeLinked.apply(link, group, *splits, tuple(needs), *tensors)
+    return link, received
+
+
+def share_linked(
+    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], group: ProcessGroup
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The tensors, which all ranks hold whole; their gradients are summed over the group.
+
+    Cost: one all-reduce in backward for each tensor that `needs` a gradient.
+    """
+    if link is None:
+        return None, list(tensors)
+    link, *shared = _ShareLinked.apply(link, group, tuple(needs), *tensors)
+    return link, shared
+
+
+def sum_linked(link: Tensor | None, partial: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `partial` over the group; the gradient passes as it is. Cost: one all-reduce."""
+    if link is None:
+        return _all_reduce(partial, group)
+    return _SumLinked.apply(link, partial, group)  # type: ignore[no-any-return]
+
+
+def join_parameters(x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """`x`, behind which each of `parameters` has a gradient of exactly zero.
+
+    A product with zero would do as much, and give NaN where a parameter is not finite.
+    """
+    if not parameters or not torch.is_grad_enabled():
+        return x
+    return _JoinParameters.apply(x, *parameters)  # type: ignore[no-any-return]
+
+
+def _mark(ctx: Any, needs: Sequence[bool], outputs: Sequence[Tensor]) -> None:
+    ctx.mark_non_differentiable(*(x for x, need in zip(outputs, needs, strict=True) if not need))
+    ctx.set_materialize_grads(False)
+
+
+def _filled(grad: Tensor | None, like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def _facts(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
+
+
+class _SplitLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, link: Tensor, group: ProcessGroup, needs: tuple[bool, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        chunks = [_chunk(x, group, 0).clone() for x in tensors]
+        ctx.group, ctx.needs = group, needs
+        ctx.facts, ctx.sizes = [_facts(x) for x in chunks], [x.shape[0] for x in tensors]
+        _mark(ctx, needs, chunks)
+        return torch.zeros_like(link), *chunks
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        whole = [
+            _all_gather(_filled(grad, facts), ctx.group, 0, size) if need else None
+            for grad, facts, size, need in zip(grads, ctx.facts, ctx.sizes, ctx.needs, strict=True)
+        ]
+        return None, None, None, *whole
+
+
+class _ExchangeLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        link: Tensor,
+        group: ProcessGroup,
+        send: list[int],
+        receive: list[int],
+        needs: tuple[bool, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        received = [_all_to_all(x, group, send, receive) for x in tensors]
+        ctx.group, ctx.send, ctx.receive, ctx.needs = group, send, receive, needs
+        ctx.facts = [_facts(x) for x in received]
+        _mark(ctx, needs, received)
+        return torch.zeros_like(link), *received
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        returned = [
+            _all_to_all(_filled(grad, facts), ctx.group, ctx.receive, ctx.send) if need else None
+            for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
+        ]
+        return None, None, None, None, None, *returned
+
+
+class _ShareLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, link: Tensor, group: ProcessGroup, needs: tuple[bool, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        shared = [x.view_as(x) for x in tensors]
+        ctx.group, ctx.needs, ctx.facts = group, needs, [_facts(x) for x in tensors]
+        _mark(ctx, needs, shared)
+        return torch.zeros_like(link), *shared
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        summed = [
+            _all_reduce(_filled(grad, facts), ctx.group) if need else None
+            for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
+        ]
+        return None, None, None, *summed
+
+
+class _SumLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, partial: Tensor, group: ProcessGroup) -> Tensor:
+        # Saved for nothing but its place: non-reentrant checkpointing stops its recomputation at the
+        # last saved tensor, so that one behind the collective makes all ranks come this far or none.
+        ctx.save_for_backward(link)
+        return _all_reduce(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, grad, None
+
+
+class _JoinParameters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters  # for their shapes alone
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros_like(p) for p in ctx.parameters)
