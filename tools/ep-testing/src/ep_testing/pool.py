@@ -88,6 +88,7 @@ class RankPool:
             RankError: a rank raised or died (known within about two seconds, whatever the
                 others do) or one has not answered after ``timeout`` seconds.
         """
+        __tracebackhide__ = True  # pytest then shows the caller's line and the ranks' tracebacks
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world must be 1 to {MAX_WORLD}, got {world}")
         job = _dumps(fn, args)
@@ -134,6 +135,7 @@ class _World:
             raise
 
     def call(self, job: bytes, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
         for conn in self._conns:
             with suppress(OSError):  # a rank that died since: _collect tells of it
                 conn.send_bytes(job)
@@ -150,6 +152,7 @@ class _World:
 
     def _collect(self, timeout: float) -> list[Any]:
         """Wait for each rank's answer; raise if one failed, died or is late."""
+        __tracebackhide__ = True
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         pending = set(range(self.size))
