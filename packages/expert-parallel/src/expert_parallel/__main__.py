@@ -1,0 +1,5 @@
+"""``python -m expert_parallel``: the command ``ep``."""
+
+from expert_parallel.cli import main
+
+main()

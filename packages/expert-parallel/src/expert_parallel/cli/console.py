@@ -1,0 +1,61 @@
+"""How the command speaks: rich output on one rank, and errors as one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_WIDTH = 160  # of output that no terminal limits, such as a file's
+# These say what is wrong and what to do; anything else is a fault of ours and is named by its kind.
+_TOLD = (ValueError, OSError, ImportError, NotImplementedError, RuntimeError)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console; quiet on all ranks but the first."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH
+    return Console(file=stream, width=width, quiet=not is_first_rank(), highlight=False)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, _TOLD) else f"{type(error).__name__}: {text}"
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and end the command with exit code 1."""
+    console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def tells_errors(command: Callable[P, T]) -> Callable[P, T]:
+    """Let a command's errors be one clear line; ``EP_TRACEBACK=1`` shows where they come from."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:
+            if os.environ.get("EP_TRACEBACK"):
+                raise
+            fail(one_line(error))
+
+    return run

@@ -1,0 +1,233 @@
+"""``ep plan``: what it prints is what sharding does, and broken rules end it with exit code 1."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from ep_mesh import DistributedConfig, Layout, ParallelMesh
+from ep_plans import parallelize, plan_parameters, resolve_plans
+from expert_parallel.cli import app
+from expert_parallel.cli.models import build_on_meta, read_config
+from expert_parallel.cli.plan import rank_totals, rows_of
+
+SMALL = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture
+def ep(monkeypatch):
+    """Run the command in this process; gives (exit code, output)."""
+    monkeypatch.setenv("COLUMNS", "160")
+    for name in ("RANK", "WORLD_SIZE", "EP_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result.exit_code, result.output
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder with the config of a small model and no weights."""
+    Qwen3MoeConfig(**SMALL).save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_a_model_type_without_weights(ep):
+    code, text = ep("plan", "qwen3_moe", "--tp", "2", "--fsdp", "4", "--ep", "4")
+    assert code == 0
+    assert "Qwen3MoeForCausalLM, 128 experts a layer, 8 processes" in text
+    assert Layout(tp=2, fsdp=4, ep=4).picture(128) in text
+    columns = r"24 +grouped_gemm +ep \+ efsdp +9,663,676,416 +1,207,959,552"
+    assert re.search(rf"model\.layers\.\*\.mlp\.experts\.gate_up_proj +{columns}", text)
+    assert re.search(r"model\.layers\.\*\.mlp\.experts +24 +ep_dispatch_experts", text)
+    assert re.search(r"\nall +15,350,731,776 +1,919,640,832\n", text)
+    assert "model.layers.* (24 x free_full_weight)" in text
+    assert "3.58 GiB of weights" in text
+
+
+def test_a_folder_and_a_config_file(ep, small):
+    code, text = ep("plan", small, "--fsdp", "8", "--ep", "8")
+    assert (code, "8 experts a layer" in text) == (0, True)
+    assert ep("plan", small / "config.json", "--fsdp", "8", "--ep", "8") == (code, text)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "mixtral", "deepseek_v3", "llama4_text", "qwen2_moe"]
+)
+def test_families(ep, model_type):
+    code, text = ep("plan", model_type, "--fsdp", "4", "--ep", "4")
+    assert code == 0, text
+    assert "grouped_gemm" in text
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, fsdp=2, ep=2),
+        Layout(tp=2, fsdp=2, ep=4),
+        Layout(tp=4, ep=4),
+        Layout(fsdp=2, dp_replicate=2, ep=2),
+        Layout(tp=4),
+    ],
+    ids=str,
+)
+def test_the_numbers_are_those_of_the_sharded_model(ranks, small, layout):
+    config = DistributedConfig(
+        tp_size=layout.tp,
+        fsdp_size=layout.fsdp,
+        dp_replicate_size=layout.dp_replicate,
+        ep_size=layout.ep,
+    )
+
+    def held(rank):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL))
+        parallelize(model, ParallelMesh(layout), config)
+        return sum(
+            getattr(parameter, "_local_tensor", parameter).numel()
+            for parameter in model.parameters()
+        )
+
+    model = build_on_meta(read_config(str(small)))
+    plans = resolve_plans(model, config)
+    shardings = plan_parameters(model, plans, config)
+    totals = rank_totals(model, shardings, layout)
+    assert totals == ranks.run(held, world=layout.world_size)
+    rows = rows_of(model, plans, shardings, layout)
+    assert sum(row.total for row in rows) == sum(p.numel() for p in model.parameters())
+    assert sum(row.local[0] for row in rows) <= min(totals)
+    assert max(totals) <= sum(row.local[1] for row in rows)
+
+
+def test_tied_weights_are_counted_once(ep, small):
+    config = Qwen3MoeConfig(**SMALL, tie_word_embeddings=True)
+    config.save_pretrained(small)
+    model = build_on_meta(read_config(str(small)))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    code, text = ep("plan", small, "--fsdp", "2")
+    assert code == 0
+    assert re.search(rf"\nall +{total:,} ", text)
+    assert "lm_head" not in text.split("FSDP units")[0]
+
+
+def test_every_broken_rule_is_told_with_what_fits(ep):
+    """The expert rule does not hide the attention's."""
+    code, text = ep("plan", "qwen3_moe", "--tp", "3", "--fsdp", "4", "--ep", "4")
+    assert code == 1
+    rules = [line for line in text.splitlines() if line.startswith("broken rule:")]
+    assert len(rules) == 2
+    assert "ep_size=4 does not fit tp_size=3" in rules[0]
+    assert "1 (off), 3, 6, 12" in rules[0]
+    assert "4 key-value heads" in rules[1]
+
+
+def test_one_broken_rule_is_told_once(ep):
+    code, text = ep("plan", "qwen2_moe", "--fsdp", "8", "--ep", "8")
+    assert code == 1
+    assert text.count("broken rule:") == 1
+    assert "ep_size=8 does not divide the 60 experts" in text
+
+
+def test_experts_that_do_not_divide(ep, small):
+    code, text = ep("plan", small, "--fsdp", "3", "--ep", "3")
+    assert code == 1
+    assert "ep_size=3 does not divide the 8 experts" in text
+    assert "rank         0" in text, "the layout itself is sound, so it is drawn"
+
+
+def test_a_dense_model_has_no_expert_plan(ep):
+    code, text = ep("plan", "llama", "--tp", "2", "--ep", "2")
+    assert code == 1
+    assert "no experts" in text
+    assert "broken rule: ep_size=2, but LlamaForCausalLM brings no ep_plan" in text
+
+
+def test_a_number_of_processes_is_checked(ep, small):
+    assert ep("plan", small, "--fsdp", "8", "--nproc", "8")[0] == 0
+    code, text = ep("plan", small, "--fsdp", "8", "--nproc", "6")
+    assert code == 1
+    assert "= 8 processes, but 6" in text
+
+
+def test_a_layout_file_with_plans_and_flags_over_it(ep, small, tmp_path):
+    file = tmp_path / "layout.yaml"
+    file.write_text("tp_size: 2\nfsdp_size: 4\nep_size: 4\ntp_plan: {lm_head: replicate}\n")
+    code, text = ep("plan", small, "--layout", file, "--ep", "8")
+    assert code == 0
+    assert "efsdp=1" in text
+    assert re.search(r"lm_head +1 +replicate", text)
+    file.with_suffix(".json").write_text(json.dumps({"fsdp_size": 2, "ep_size": 2}))
+    assert ep("plan", small, "--layout", file.with_suffix(".json"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["qwen3-mo"], "Did you mean qwen3_moe"),
+        (["qwen3_moe", "--layout", "missing.json"], "there is no file missing.json"),
+        (["qwen3_moe", "--dtype", "int3"], "--dtype must be one of float32, bfloat16"),
+        (["."], "has no config.json"),
+    ],
+)
+def test_errors_are_one_line(ep, tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    code, text = ep("plan", *arguments)
+    assert code == 1
+    assert text.startswith("error: ")
+    assert expected in text
+    assert text.count("\n") == 1
+
+
+def test_an_unknown_field_in_a_layout_file(ep, tmp_path):
+    (tmp_path / "layout.yaml").write_text("tpsize: 2\n")
+    code, text = ep("plan", "qwen3_moe", "--layout", tmp_path / "layout.yaml")
+    assert code == 1
+    assert "did you mean 'tp_size'" in text
+
+
+def test_many_ranks_are_not_all_drawn(ep, small):
+    code, text = ep("plan", small, "--fsdp", "128", "--ep", "8")
+    assert code == 0
+    assert "... and so on, to rank 127" in text
+    assert len(text.split("rank   ")) <= 10
+
+
+def test_no_process_group_is_made(ep, small):
+    assert ep("plan", small, "--fsdp", "8", "--ep", "8")[0] == 0
+    assert not dist.is_initialized()
+
+
+def test_python_m_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "expert_parallel", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "Usage: " in done.stdout
+    assert "plan" in done.stdout
