@@ -3,7 +3,7 @@
 Plain data and its rules.  What needs the model (does a plan's key match, how many experts has a
 layer) is checked when the model is known: `DistributedConfig.check_experts`, and ``ep_plans``.
 """
-# ruff: noqa: TRY004  # a broken rule is a ValueError, of whatever kind the value is
+# A broken rule is a ValueError, of whatever kind the value is
 
 from __future__ import annotations
 
