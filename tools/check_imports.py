@@ -27,7 +27,8 @@ ALLOWED = {
     "ep_dispatch": {"torch"},
     "ep_plans": {"torch", "ep_mesh", "ep_dispatch"},
     "ep_trainer": TRAINER,
-    "expert_parallel": TRAINER | {"ep_trainer", "safetensors", "typer", "rich", "yaml"},
+    "expert_parallel": TRAINER
+    | {"ep_trainer", "safetensors", "huggingface_hub", "typer", "rich", "yaml"},
 }
 # What it may use where it is installed, without declaring that it needs it.
 OPTIONAL = {
