@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,6 +91,27 @@ def check_equal(
     late = {key: value for key, value in worst.items() if not value < tolerance}
     assert not late, f"{late} above {tolerance}"
     return worst
+
+
+@contextlib.contextmanager
+def all_float64() -> Iterator[None]:
+    """Let model code that computes in float32 on purpose (norms, softmax, rotary) use float64.
+
+    Without it a sum in another order flips a rounding to float32 here and there, and two equal
+    computations differ by 1e-7.
+    """
+    names = {"float32": torch.float64, "float": torch.float64}
+    before = {name: getattr(torch, name) for name in names}
+    to_float = Tensor.float
+    for name, dtype in names.items():
+        setattr(torch, name, dtype)
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for name, dtype in before.items():
+            setattr(torch, name, dtype)
+        Tensor.float = to_float  # type: ignore[method-assign]
 
 
 def by_mesh(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
