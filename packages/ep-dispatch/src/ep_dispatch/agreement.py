@@ -30,6 +30,7 @@ class Notice:
         hidden, weights, experts: whether the hidden states, the routing weights, the experts'
             parameters need a gradient.
         tokens: T, the tokens that the rank holds.
+        batch: the first EP rank of those that hold the same tokens.
         width: H, or 0 if it is not known yet.
         dtype: of the hidden states, or None if it is not known yet.
         weights_dtype: of the routing weights.
@@ -42,33 +43,35 @@ class Notice:
     weights: bool = False
     experts: bool = False
     tokens: int = 0
+    batch: int = 0
     width: int = 0
     dtype: torch.dtype | None = None
     weights_dtype: torch.dtype | None = None
     refused: bool = False
     bad_ids: bool = False
 
-    LENGTH: ClassVar[int] = 5
+    LENGTH: ClassVar[int] = 6
 
     def encode(self) -> list[int]:
-        """As integers: flags, tokens, width, dtypes; the last is for `bad_ids`, known on the device."""
+        """As integers: flags, tokens, batch, width, dtypes; the last is for `bad_ids`, known on the device."""
         flags = (
             _GRAD * self.grad + _HIDDEN * self.hidden + _WEIGHTS * self.weights
             + _EXPERTS * self.experts + _REFUSED * self.refused
         )  # fmt: skip
         dtypes = 16 * _code(self.dtype) + _code(self.weights_dtype)
-        return [flags, self.tokens, self.width, dtypes, int(self.bad_ids)]
+        return [flags, self.tokens, self.batch, self.width, dtypes, int(self.bad_ids)]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Notice:
         """The inverse of `encode`."""
-        flags, tokens, width, dtypes, bad_ids = values
+        flags, tokens, batch, width, dtypes, bad_ids = values
         return cls(
             grad=bool(flags & _GRAD),
             hidden=bool(flags & _HIDDEN),
             weights=bool(flags & _WEIGHTS),
             experts=bool(flags & _EXPERTS),
             tokens=tokens,
+            batch=batch,
             width=width,
             dtype=_dtype(dtypes // 16),
             weights_dtype=_dtype(dtypes % 16),
@@ -85,12 +88,11 @@ def _dtype(code: int) -> torch.dtype | None:
     return None if code == 0 else DTYPES[code - 1]
 
 
-def agree(notices: Sequence[Notice], tp_members: Sequence[int]) -> GradNeeds | None:
+def agree(notices: Sequence[Notice]) -> GradNeeds | None:
     """The verdict of a group: which gradients travel, None if grad mode is off.
 
     Args:
         notices: of every rank of the EP group, in rank order.
-        tp_members: the EP ranks that hold the same batch as this one.
 
     Raises:
         RuntimeError: a rank refused its inputs, or the ranks' inputs do not fit together.
@@ -109,10 +111,11 @@ def agree(notices: Sequence[Notice], tp_members: Sequence[int]) -> GradNeeds | N
         "one grad mode (all with gradients, or all under torch.no_grad)",
         [notice.grad for notice in notices],
     )
-    tokens = {p: notices[p].tokens for p in tp_members}
-    if len(set(tokens.values())) > 1:
+    tokens = {p: notice.tokens for p, notice in enumerate(notices)}
+    if any(tokens[p] != tokens[notice.batch] for p, notice in enumerate(notices)):
         raise RuntimeError(
-            f"ranks that share a batch must hold the same tokens, got {tokens} tokens by EP rank; "
+            f"ranks that share a batch must hold the same tokens, got {tokens} tokens by EP rank, "
+            f"which share them with EP rank {[notice.batch for notice in notices]}; "
             "feed the ranks of a TP group the same batch, or build with sequence_parallel=True if "
             "each holds a slice of it."
         )

@@ -36,7 +36,7 @@ class AllToAll(EPImplementation):
 
     Nothing of a call is kept on the object: several may be in flight.
 
-    Cost of a forward: one all-to-all of `E/P + 5` integers a rank pair and one host synchronization to
+    Cost of a forward: one all-to-all of `E/P + 6` integers a rank pair and one host synchronization to
     read them, two all-to-alls there (rows, weights), one back, one all-gather over TP. Backward: the
     same for the gradients that any rank of the group needs. Saved for backward: integer indices.
     """
@@ -64,7 +64,7 @@ class AllToAll(EPImplementation):
             RuntimeError: another rank's inputs are, or the ranks' inputs do not fit together. Both are
                 raised before any row moves, on every rank of the EP group.
 
-        Cost: one all-to-all of `E/P + 5` integers a rank pair, one host synchronization.
+        Cost: one all-to-all of `E/P + 6` integers a rank pair, one host synchronization.
         """
         problem = (
             checks.routing_problem(top_k_index, top_k_weights)
@@ -82,7 +82,7 @@ class AllToAll(EPImplementation):
             )
             if notices[self.ep_rank].bad_ids:
                 raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
-            needs = agree(notices, self._tp_members)
+            needs = agree(notices)
             send_sizes, receive_sizes = (tuple(map(sum, table)) for table in (leaving, arriving))
             arrival, expert_ids, offsets = expert_major_order(counts, sum(receive_sizes))
             return DispatchPlan(
@@ -202,6 +202,7 @@ class AllToAll(EPImplementation):
             weights=top_k_weights.requires_grad,
             experts=self.experts_need_grad(),
             tokens=top_k_weights.shape[0],
+            batch=self._first_of_batch,
             width=width,
             dtype=dtype,
             weights_dtype=top_k_weights.dtype,
@@ -232,9 +233,10 @@ class AllToAll(EPImplementation):
 
     def _refuse(self, top_k_index: object, problem: str) -> NoReturn:
         """Raise, and let the other ranks of the group raise too."""
-        device = top_k_index.device if isinstance(top_k_index, Tensor) else None
-        nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        self._exchange_counts(nothing, Notice(refused=True), nothing[0])
+        if self.ep_size > 1:
+            device = top_k_index.device if isinstance(top_k_index, Tensor) else None
+            nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+            self._exchange_counts(nothing, Notice(refused=True), nothing[0])
         raise ValueError(problem)
 
     def _idle_parameters(self, plan: DispatchPlan) -> list[nn.Parameter]:

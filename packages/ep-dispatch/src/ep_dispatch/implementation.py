@@ -90,8 +90,8 @@ class EPImplementation:
         self.sequence_parallel = sequence_parallel
         self.num_experts = num_local_experts * self.ep_size
         members = _members_in(tp_group, ep_group)
-        # The EP ranks that hold the same tokens as this one.
-        self._tp_members = [self.ep_rank] if sequence_parallel else members
+        # The first of the EP ranks that hold the same tokens as this one.
+        self._first_of_batch = self.ep_rank if sequence_parallel else min(members)
         self.shares_batch = self.ep_size == self.tp_size and not (
             sequence_parallel and self.tp_size > 1
         )
@@ -165,7 +165,7 @@ def _module_of(function: object) -> nn.Module | None:
 
 
 def _members_in(tp_group: ProcessGroup | None, ep_group: ProcessGroup | None) -> Sequence[int]:
-    """The EP ranks of the TP group's members, in TP order."""
+    """The EP ranks of the TP group's members."""
     if tp_group is None or group_size(tp_group) == 1:
         return [group_rank(ep_group)]
     tp_ranks = dist.get_process_group_ranks(tp_group)

@@ -111,7 +111,8 @@ def sum_linked(link: Tensor | None, partial: Tensor, group: ProcessGroup) -> Ten
 def join_parameters(x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
     """`x`, behind which each of `parameters` has a gradient of exactly zero.
 
-    A product with zero would do as much, and give NaN where a parameter is not finite.
+    A product with zero would do as much, and give NaN where a parameter is not finite. It is a copy of
+    `x`, not a view, so that a caller may change it in place.
     """
     if not parameters or not torch.is_grad_enabled():
         return x
@@ -200,13 +201,15 @@ class _ShareLinked(torch.autograd.Function):
 class _SumLinked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, partial: Tensor, group: ProcessGroup) -> Tensor:
-        # Saved for nothing but its place: non-reentrant checkpointing stops its recomputation at the
-        # last saved tensor, so that one behind the collective makes all ranks come this far or none.
+        # Saved for nothing but its place. Non-reentrant checkpointing recomputes when a saved tensor is
+        # first asked for, and stops at the last one: with one here, which every rank asks for before
+        # anything else of this layer, all ranks run the recomputation's collectives at the same point.
         ctx.save_for_backward(link)
         return _all_reduce(partial, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        _ = ctx.saved_tensors
         return None, grad, None
 
 
@@ -214,7 +217,7 @@ class _JoinParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.parameters = parameters  # for their shapes alone
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
