@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ep_mesh import DistributedConfig, ParallelMesh
-from ep_mesh.layout import legal_ep_sizes
-from ep_testing import RankPool
-from ep_trainer import EPTrainer
 from torch import Tensor, nn
 
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_mesh.layout import legal_ep_sizes
 from ep_plans import parallelize
+from ep_testing import RankPool
+from ep_trainer import EPTrainer
 
 STEPS, GLOBAL_BATCH, LENGTH, EXPERTS = 20, 8, 12, 8
 

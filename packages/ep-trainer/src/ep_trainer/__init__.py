@@ -1,6 +1,7 @@
 """How it learns: a transformers Trainer for expert-parallel models."""
 
 from ep_trainer.accelerator import LayoutAccelerator
+from ep_trainer.meters import ExpertLoad, Memory, Meter, Speed
 from ep_trainer.trainer import EPTrainer
 
-__all__ = ["EPTrainer", "LayoutAccelerator"]
+__all__ = ["EPTrainer", "ExpertLoad", "LayoutAccelerator", "Memory", "Meter", "Speed"]

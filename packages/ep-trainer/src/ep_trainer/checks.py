@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ep_mesh import Layout
 
+_NEEDS_WHOLE_MATRICES = ("adafactor", "adalomo", "apollo", "galore", "lomo", "muon")
+
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model that nobody sharded on several ranks.
@@ -103,6 +105,11 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
         yield (
             "accelerator_config.even_batches=False: all ranks must run the same number of steps; "
             "samples that fill up the last batch count in no loss and no prediction anyway"
+        )
+    if _value(args.optim).startswith(_NEEDS_WHOLE_MATRICES):
+        yield (
+            f"optim={_value(args.optim)!r}: it works on whole matrices, a rank has shards; pass "
+            "adamw_torch_fused, adamw_torch or sgd"
         )
     if args.torch_compile and layout.world_size > 1:
         yield "torch_compile=True: not supported with sharded experts in this version"

@@ -29,6 +29,7 @@ from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.balancing import BalancingLoss
 from ep_trainer.checks import check_arguments, check_devices, check_model, check_resume, check_saves
 from ep_trainer.data import check_shared, count_labels, without_fillers
+from ep_trainer.meters import Meter
 from ep_trainer.optim import split_by_mesh
 
 RealRows = tuple[int, int] | None
@@ -184,6 +185,7 @@ class EPTrainer(HookedTrainer):
             check_shared(inputs, self.mesh)
             self._checked_batch = True
         self._real_rows = self._real_rows_of.get(id(inputs))
+        self._measure(inputs)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
 
@@ -275,14 +277,29 @@ class EPTrainer(HookedTrainer):
             return inputs
         real, held = self._real_rows
         return {
-            name: value[:real] if isinstance(value, Tensor) and value.shape[:1] == (held,) else value
+            name: value[:real]
+            if isinstance(value, Tensor) and value.shape[:1] == (held,)
+            else value
             for name, value in inputs.items()
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the steps per second of evaluation as they were."""
+        """Log, with what the meters say, and evaluation's steps per second as they were."""
         self._mend_speed(logs)
+        if "loss" in logs:
+            for meter in self._meters:
+                logs.update(meter.metrics())
         super().log(logs, start_time)
+
+    @property
+    def _meters(self) -> list[Meter]:
+        return [call for call in self.callback_handler.callbacks if isinstance(call, Meter)]
+
+    def _measure(self, inputs: Any) -> None:
+        ids = self.real_part(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
+        if isinstance(ids, Tensor):
+            for meter in self._meters:
+                meter.count(ids.numel() / self.layout.tp)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; every rank gets all predictions, each sample once, in the dataset's order."""

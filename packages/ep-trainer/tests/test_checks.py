@@ -1,0 +1,71 @@
+"""What cannot work is refused when the trainer is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
+
+from ep_mesh import Layout
+from ep_trainer.checks import check_arguments, check_resume, check_saves
+
+
+def arguments(**changes: Any) -> TrainingArguments:
+    values = {"output_dir": "unused", "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    return TrainingArguments(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"save_strategy": "steps"}, "save_only_model=True"),
+        (
+            {
+                "save_strategy": "steps",
+                "save_only_model": True,
+                "load_best_model_at_end": True,
+                "eval_strategy": "steps",
+            },
+            "load_best_model_at_end",
+        ),
+        ({"fp16_full_eval": True}, "dtype"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"optim": "adafactor"}, "adamw_torch"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_arguments_are_refused_with_what_to_do(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_arguments(arguments(**changes), Layout(tp=2))
+
+
+def test_every_problem_is_told_at_once() -> None:
+    args = arguments(save_strategy="epoch", auto_find_batch_size=True)
+    with pytest.raises(ValueError, match=r"(?s)save_strategy='epoch'.*auto_find_batch_size"):
+        check_arguments(args, Layout())
+
+
+def test_model_only_checkpoints_and_none_are_allowed() -> None:
+    check_arguments(arguments(), Layout(tp=2))
+    check_arguments(arguments(save_strategy="steps", save_only_model=True), Layout(tp=2))
+
+
+def test_resuming_is_refused() -> None:
+    check_resume(None)
+    check_resume(False)
+    with pytest.raises(ValueError, match="from_pretrained"):
+        check_resume("out/checkpoint-5")
+
+
+def test_a_save_pretrained_that_gathers_nothing_is_refused() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=4))
+    with pytest.raises(ValueError, match="one rank's shards"):
+        check_saves(model)
+    model.save_pretrained = lambda folder: None
+    check_saves(model)
