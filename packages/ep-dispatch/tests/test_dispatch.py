@@ -1,0 +1,246 @@
+"""`all_to_all` in three phases: plain data, traffic, calls in flight, gradients of idle experts."""
+
+import dataclasses
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def test_rows_come_grouped_by_expert_with_their_weights(ranks, moe):
+    """Each rank gets exactly the rows routed to its experts, with offsets, ids and weights."""
+
+    def run(rank, case):
+        implementation, _ = moe.build(case, rank)
+        _, inputs = moe.whole_inputs(case)
+        hidden, ids, weights, _ = inputs[rank // case.tp]
+        plan = implementation.prepare(ids, weights)
+        received, ticket = implementation.dispatch(hidden, plan)
+        local = case.experts // case.ep
+        members = range(
+            rank // case.ep * case.ep // case.tp, (rank // case.ep + 1) * case.ep // case.tp
+        )
+        start = 0
+        for expert, end in enumerate(received.offsets.tolist()):
+            expected = []
+            for batch in members:
+                x, i, w, _ = inputs[batch]
+                token, slot = torch.where(i == rank % case.ep * local + expert)
+                expected += [
+                    [*x[t].tolist(), w[t, s].item()] for t, s in zip(token, slot, strict=True)
+                ]
+            got = torch.cat([received.rows[start:end], received.weights[start:end]], 1).tolist()
+            assert sorted(got) == sorted(expected)
+            assert (received.expert_ids[start:end] == expert).all()
+            start = end
+        assert start == plan.num_rows == len(received.rows)
+        # The identity as experts: every token times the sum of its weights.
+        out = implementation.combine(received.rows * received.weights, ticket)
+        kept = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
+        assert moe.error(out, hidden * kept) < 1e-12
+
+    for routing in ("random", "one", "skipped", "repeated"):
+        ranks.run(run, moe.Case(routing=routing))
+
+
+@pytest.mark.parametrize("hidden_grad", [True, False])
+def test_rows_sent_are_those_that_the_routing_needs(ranks, moe, hidden_grad):
+    """Elements over all-to-alls: routed rows and weights, forward and backward, and a small table."""
+
+    def run(rank, case):
+        original, sent = dist.all_to_all_single, []
+
+        def counted(output, input, *args, **kwargs):
+            sent.append((input.is_floating_point(), input.numel()))
+            return original(output, input, *args, **kwargs)
+
+        implementation, _ = moe.build(case, rank)
+        _, inputs = moe.whole_inputs(case)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        plan = implementation.prepare(ids, weights)
+        dist.all_to_all_single = counted
+        try:
+            x = hidden.requires_grad_(case.hidden_grad)
+            out = implementation(x, ids, weights)
+            forward, sent[:] = list(sent), []
+            out.backward(cotangent)
+        finally:
+            dist.all_to_all_single = original
+        first, last = plan.first, plan.last
+        rows = int((ids[first:last] >= 0).sum())
+        table = (False, case.ep * (case.experts // case.ep + 6))
+        assert forward == [table, (True, rows * 8), (True, rows), (True, plan.num_rows * 8)]
+        back = [(True, rows * 8)] + [(True, plan.num_rows * 8)] * case.hidden_grad
+        assert sent == back
+
+    for routing in ("random", "first", "skipped"):
+        case = moe.Case(routing=routing, hidden_grad=hidden_grad, weights_grad=False)
+        ranks.run(run, case)
+
+
+def test_micro_batches_in_flight(ranks, moe):
+    """Two calls interleaved on one object: dispatch, dispatch, combine, combine, backward twice."""
+
+    def run(rank):
+        case = moe.Case()
+        whole, inputs = moe.whole_inputs(case)
+        implementation, experts = moe.build(case, rank, whole)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        pairs = []
+        for factor in (1.0, -0.5):
+            x = (hidden * factor).requires_grad_()
+            pairs.append((x, implementation.prepare(ids, weights)))
+        sent = [implementation.dispatch(x, plan) for x, plan in pairs]
+        computed = [experts(r.rows, r.expert_ids, r.weights) for r, _ in sent]
+        outs = [implementation.combine(c, t) for c, (_, t) in zip(computed, sent, strict=True)]
+        for out in reversed(outs):
+            out.backward(cotangent)
+        for x, _ in pairs:
+            y = x.detach().clone().requires_grad_()
+            moe.reference(whole, y, ids, weights).backward(cotangent)
+            assert moe.error(x.grad, y.grad) < 1e-12
+
+    ranks.run(run)
+
+
+def test_plan_is_plain_data(ranks, moe):
+    """A plan that was saved, made without gradients, or given new weights, serves again."""
+
+    def run(rank):
+        case = moe.Case()
+        whole, inputs = moe.whole_inputs(case)
+        implementation, experts = moe.build(case, rank, whole)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        with torch.no_grad():
+            plan = implementation.prepare(ids, weights)
+        file = io.BytesIO()
+        torch.save(plan, file)
+        file.seek(0)
+        plan = torch.load(file, weights_only=False)
+        x, w = hidden.clone().requires_grad_(), (weights * 2).requires_grad_()
+        received, ticket = implementation.dispatch(x, dataclasses.replace(plan, top_k_weights=w))
+        out = implementation.combine(
+            experts(received.rows, received.expert_ids, received.weights), ticket
+        )
+        out.backward(cotangent)
+        y, v = hidden.clone().requires_grad_(), (weights * 2).requires_grad_()
+        moe.reference(whole, y, ids, v).backward(cotangent)
+        assert moe.error(x.grad, y.grad) < 1e-12
+        assert moe.error(w.grad, v.grad) < 1e-12
+
+    ranks.run(run)
+
+
+class ExpertList(nn.Module):
+    """One module per expert: an idle one would have no gradient of its own."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(count))
+
+    def forward(self, rows, ids, weights):
+        out = torch.zeros_like(rows)
+        for expert in ids.unique().tolist():
+            if expert < len(self.layers):
+                row, slot = torch.where(ids == expert)
+                out = out.index_add(
+                    0, row, self.layers[expert](rows[row]) * weights[row, slot, None]
+                )
+        return out
+
+
+@pytest.mark.parametrize(("name", "tp"), [("all_to_all", 2), ("all_reduce", 4)])
+def test_idle_experts_have_a_gradient_of_zero(ranks, moe, name, tp):
+    """Every parameter has one, also where it is not finite: 0 * inf is never computed."""
+
+    def run(rank):
+        case = moe.Case(name=name, tp=tp, routing="one")
+        experts = ExpertList(2)
+        idle = list(experts.layers[0].parameters()) if rank % 4 == 3 else list(experts.parameters())
+        with torch.no_grad():
+            for parameter in idle:
+                parameter.fill_(float("inf"))
+        for forward in (experts, experts.forward):
+            experts.zero_grad()
+            implementation, _ = moe.build(case, rank, experts_forward=forward)
+            _, inputs = moe.whole_inputs(case)
+            hidden, ids, weights, cotangent = inputs[rank // case.tp]
+            x = hidden.clone().requires_grad_()
+            implementation(x, ids, weights).backward(cotangent)
+            assert x.grad.isfinite().all()
+            assert all((p.grad == 0).all() for p in idle)
+            if rank % 4 == 3:
+                assert (experts.layers[1].weight.grad != 0).any()
+
+    ranks.run(run)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("all_to_all", 1), ("all_to_all", 2), ("all_reduce", 2)])
+@pytest.mark.parametrize("kind", ["fused", "list"])
+def test_fsdp_over_expert_copies(ranks, moe, name, tp, kind):
+    """FSDP2 reduces the experts' gradients over their copies, though some got no token; the reduction
+    may be put off to the last micro-batch."""
+
+    def run(rank):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        case = moe.Case(
+            name=name, ep=2, tp=tp, experts=4, tokens=(5, 1, 0, 3, 2, 1, 7, 0)[: 8 // tp]
+        )
+        whole, inputs = moe.whole_inputs(case)
+        implementation, experts = moe.build(case, rank, whole)
+        layer = MoELayer(ExpertList(2) if kind == "list" else experts, implementation)
+        if kind == "list":
+            torch.manual_seed(rank % 2)
+            for parameter in layer.experts.parameters():
+                nn.init.normal_(parameter)
+        expected = [torch.zeros_like(p) for p in layer.experts.parameters()]
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("copies", "ep"))["copies"]
+        fully_shard(layer.experts, mesh=mesh)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        # All tokens to one expert: of the rank 0 of each group, of the copy 0 in the last step alone.
+        for step, last in ((0, False), (1, True)):
+            layer.experts.set_requires_gradient_sync(last)
+            chosen = torch.full_like(ids, 0 if step or rank // case.ep else 1)
+            layer(hidden.clone().requires_grad_(), chosen, weights).backward(cotangent)
+        for parameter, zero in zip(layer.experts.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            gradient = parameter.grad.full_tensor()
+            assert gradient.shape == zero.shape
+            assert gradient.isfinite().all()
+            if rank % 2:
+                assert (gradient == 0).all()
+
+    ranks.run(run)
+
+
+class MoELayer(nn.Module):
+    """Experts whose forward is replaced by the implementation, so that FSDP2's hooks run around it."""
+
+    def __init__(self, experts, implementation):
+        super().__init__()
+        self.experts = experts
+        forward = experts.forward
+        implementation.experts_forward, implementation.experts = forward, experts
+        experts.forward = implementation.__call__
+
+    def forward(self, *args):
+        return self.experts(*args)
+
+
+def test_a_group_of_one_rank(moe):
+    """Without torch.distributed at all."""
+    for name in ("all_to_all", "all_reduce", "auto"):
+        case = moe.Case(world=1, ep=1, tp=1, tokens=(9,), name=name)
+        whole, inputs = moe.whole_inputs(case)
+        implementation, experts = moe.build(case, 0, whole)
+        hidden, ids, weights, cotangent = inputs[0]
+        x = hidden.clone().requires_grad_()
+        implementation(x, ids, weights).backward(cotangent)
+        y = hidden.clone().requires_grad_()
+        moe.reference(whole, y, ids, weights).backward(cotangent)
+        assert moe.error(x.grad, y.grad) < 1e-12
+        assert moe.error(experts.up.grad, whole.up.grad) < 1e-12
