@@ -1,0 +1,170 @@
+"""`generate` for all ranks together.
+
+[Note: how many forwards a rank runs]
+A forward communicates, so ranks whose batches differ must run equally many.  Before each step all
+ranks of a replica add up how many are still generating.  A rank that has finished stays in that
+count and runs a forward of one token, without a cache, for each step that others take; it gives
+back what it had when it finished.  Ranks that are still generating never wait for the sum.
+
+[Note: one batch, one text]
+The ranks of a TP group compute the same logits.  They also get the same random numbers, the same
+scores, and the same answer from criteria that look at a clock: those of their first rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import ep_plans
+from ep_mesh import ParallelMesh
+from expert_parallel import _compat
+
+
+def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """``model.generate`` of transformers, in any layout; every rank must call.
+
+    Ranks of a TP group must give the same inputs, and get the same tokens, sampled ones too.
+    Ranks with different batches may give prompts of different lengths and counts, and get texts of
+    different lengths.
+
+    Raises:
+        ValueError: the arguments make ranks with different batches run different numbers of
+            forwards before the first token, or per step (``prefill_chunk_size``, assisted and
+            prompt-lookup decoding).
+
+    Costs, beside the forwards: with ``tp_size > 1`` a broadcast of the scores [B, vocabulary] per
+    token; with ``fsdp_size > 1`` a one-number all-reduce per token.
+    """
+    state = ep_plans.parallel_state(model)
+    plain: Callable[..., Any] = type(model).generate.__get__(model)  # type: ignore[attr-defined]
+    if state is None or state.mesh.layout.world_size == 1:
+        return plain(*args, **kwargs)
+    mesh = state.mesh
+    overrides: dict[str, Callable[..., Any]] = {}
+    if mesh.size("tp") > 1:
+        kwargs = _follow_leader(model, mesh, kwargs)
+        _share_random_state(mesh)
+        # Computed from the config's heads, of which each rank has some; None: by the first keys.
+        overrides["static_cache_shape"] = lambda: None
+    if mesh.size("fsdp") > 1:
+        _check_same_steps(model, kwargs)
+        overrides["unfinished"] = _Steps(model, mesh)
+    kwargs["synced_gpus"] = False
+    with _compat.generation_overrides(model, **overrides):
+        return plain(*args, **kwargs)
+
+
+class _Steps:
+    """Answers whether to go on, and keeps a finished rank in step with the others."""
+
+    def __init__(self, model: PreTrainedModel, mesh: ParallelMesh) -> None:
+        self.model, self.mesh = model, mesh
+
+    def __call__(self, finished: bool, *_: Any, **__: Any) -> bool:
+        while True:
+            unfinished = torch.tensor(0 if finished else 1, device=self.mesh.device)
+            dist.all_reduce(unfinished, group=self.mesh.group("fsdp_tp"))
+            if not finished:
+                return True
+            if not unfinished.item():
+                return False
+            self._accompany()
+
+    def _accompany(self) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.mesh.device)
+        self.model(input_ids=token, use_cache=False, return_dict=True)
+
+
+class _LeadersScores(LogitsProcessor):
+    """The scores of the TP group's first rank, for all of them."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.group, self.leader = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)[0]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.contiguous()
+        dist.broadcast(scores, src=self.leader, group=self.group)
+        return scores
+
+
+class _LeadersVerdict(StoppingCriteria):
+    """What a criterion says on the TP group's first rank, for all of them."""
+
+    def __init__(self, criterion: StoppingCriteria, mesh: ParallelMesh) -> None:
+        self.criterion = criterion
+        self.group, self.leader = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)[0]
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        said = self.criterion(input_ids, scores, **kwargs)
+        verdict = torch.as_tensor(said, device=input_ids.device).expand(input_ids.shape[0])
+        told = verdict.to(torch.uint8).contiguous()
+        dist.broadcast(told, src=self.leader, group=self.group)
+        return told.bool()
+
+
+def _follow_leader(
+    model: PreTrainedModel, mesh: ParallelMesh, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments under which the ranks of a TP group can't come apart."""
+    processors = [*(kwargs.get("logits_processor") or ()), _LeadersScores(mesh)]
+    criteria: Sequence[StoppingCriteria] = list(kwargs.get("stopping_criteria") or ())
+    config = kwargs.get("generation_config") or model.generation_config
+    seconds = kwargs.get("max_time", getattr(config, "max_time", None))
+    changed = {**kwargs, "logits_processor": LogitsProcessorList(processors)}
+    if seconds is not None:
+        criteria = [*criteria, MaxTimeCriteria(seconds)]
+        changed.pop("max_time", None)
+        if isinstance(changed.get("generation_config"), GenerationConfig):
+            changed["generation_config"] = copy.copy(changed["generation_config"])
+            changed["generation_config"].max_time = None
+    if criteria:
+        changed["stopping_criteria"] = StoppingCriteriaList(
+            [_LeadersVerdict(criterion, mesh) for criterion in criteria]
+        )
+    return changed
+
+
+def _share_random_state(mesh: ParallelMesh) -> None:
+    """Continue on every rank of a TP group with the first one's random state."""
+    leader = mesh.layout.group("tp", mesh.rank)[0]
+
+    def share(state: torch.Tensor) -> torch.Tensor:
+        sent = state.to(mesh.device)
+        dist.broadcast(sent, src=leader, group=mesh.group("tp"))
+        return sent.to("cpu")
+
+    torch.set_rng_state(share(torch.get_rng_state()))
+    if mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(share(torch.cuda.get_rng_state(mesh.device)), mesh.device)
+
+
+def _check_same_steps(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    config = kwargs.get("generation_config") or model.generation_config
+    for name in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        value = kwargs.get(name, getattr(config, name, None))
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} makes ranks with different batches run different numbers of "
+                "forwards, which would wait for each other. Leave it out, or use a layout with "
+                "fsdp_size=1."
+            )
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} can make ranks with different batches run different numbers of forwards, "
+                "which would wait for each other. Leave it out, or use a layout with fsdp_size=1."
+            )

@@ -1,0 +1,176 @@
+"""Load a model sharded: transformers reads and converts, `ep_plans.parallelize` shards.
+
+[Note: what happens when]
+1. transformers builds the model on the meta device and asks us to distribute it: its parameters
+   become sharded DTensors, still without data.
+2. It runs the family's weight conversions.  Each tensor of the checkpoint is a `LazyTensor`, so
+   nothing is read yet and every rank sees whole shapes: reports are the same everywhere.
+3. Where it sets a parameter, the box that this rank holds is read from the files into it.
+So the memory of a rank grows by its shards, and by what is being copied at the moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ep_mesh import DistributedConfig, ParallelMesh
+from expert_parallel import _compat
+from expert_parallel.agreement import all_or_none
+from expert_parallel.boxes import lengths
+from expert_parallel.configs import as_config
+from expert_parallel.initializing import initialize_missing
+from expert_parallel.lazy import Constant, LazyTensor
+from expert_parallel.parallel import shard_model
+from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
+from expert_parallel.shards import box_of
+
+_REPORT = "_expert_parallel_load_report"
+
+
+def load_report(model: nn.Module) -> LoadReport | None:
+    """What this rank read to load the model; None if it was not loaded by this package."""
+    report = getattr(model, _REPORT, None)
+    return report if isinstance(report, LoadReport) else None
+
+
+def load(
+    from_pretrained: Callable[..., Any],
+    path: Any,
+    *args: Any,
+    distributed_config: DistributedConfig | Mapping[str, Any] | Any,
+    experts_implementation: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call ``from_pretrained`` so that each rank reads its shards; every rank must call.
+
+    Raises:
+        ValueError: the config does not fit the model or the number of processes, a file can't be
+            read in parts, or an argument contradicts ``distributed_config``.
+    """
+    config = as_config(distributed_config)
+    for name in ("device_map", "tp_plan", "tp_size", "device_mesh"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}={kwargs[name]!r} can't be combined with distributed_config, which decides "
+                f"where everything goes. Leave {name} out."
+            )
+    if experts_implementation is not None:
+        config, experts_implementation = _select_implementation(config, experts_implementation)
+    if experts_implementation is not None:
+        kwargs["experts_implementation"] = experts_implementation
+    loader = _Loader(config, own_experts=experts_implementation is None)
+    with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
+        return from_pretrained(path, *args, distributed_config=config, **kwargs)
+
+
+def _select_implementation(
+    config: DistributedConfig, experts: str
+) -> tuple[DistributedConfig, str | None]:
+    """``deepgemm_megamoe`` names how experts compute and how tokens reach them: both at once."""
+    mega = "deepgemm_megamoe"
+    if experts == mega:
+        if config.ep_implementation not in ("auto", mega):
+            raise ValueError(
+                f"experts_implementation={mega!r} brings the tokens to the experts itself, but "
+                f"ep_implementation={config.ep_implementation!r}. Leave one of them out."
+            )
+        return DistributedConfig.from_dict(config.to_dict(), ep_implementation=mega), None
+    if config.ep_implementation == mega:
+        raise ValueError(
+            f"ep_implementation={mega!r} computes the experts itself, but "
+            f"experts_implementation={experts!r}. Leave one of them out."
+        )
+    return config, experts
+
+
+class _Loader:
+    """One sharded load; see `expert_parallel._compat.Loader`."""
+
+    def __init__(self, config: DistributedConfig, *, own_experts: bool) -> None:
+        self.config = config
+        self.own_experts = own_experts
+        self.mesh = ParallelMesh(config.layout)
+        self.device = self.mesh.device
+        self.tally = Tally()
+        self.model: PreTrainedModel | None = None
+        self.readers: Readers | None = None
+
+    def check_files(self, files: list[str] | None) -> None:
+        for file in files or ():
+            if not file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{file} can't be read in parts, so every rank would read all of it. Convert "
+                    "the checkpoint once, in a single process: load it with plain transformers "
+                    "and write it again with `model.save_pretrained(new_path)`, which writes "
+                    "safetensors files."
+                )
+
+    def distribute(self, model: PreTrainedModel) -> PreTrainedModel:
+        shard_model(model, self.mesh, self.config, own_experts=self.own_experts)
+        self.model = model
+        return model
+
+    def lazy(self, source: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        if isinstance(source, torch.Tensor):
+            lazy = LazyTensor(Constant(source))
+        else:
+            lazy = LazyTensor(CheckpointTensor(source, self.tally))
+        return lazy if dtype is None else lazy.to(dtype)
+
+    def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        box = box_of(parameter)
+        local = torch.empty(lengths(box), dtype=value.dtype, device=self._home(parameter))
+        lazy = value if isinstance(value, LazyTensor) else LazyTensor(Constant(value))
+        assert self.readers is not None, "parameters are written while a checkpoint is read"
+        self.readers.fill(local, lazy, box)
+        return replacement(parameter, local)
+
+    def finish(self, load: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        self.readers = Readers()
+        try:
+            with all_or_none("Loading the checkpoint"):
+                result = load()
+                self.readers.finish()
+        finally:
+            self.readers.close()
+            self.readers = None
+        report = LoadReport(self.tally.bytes, time.perf_counter() - begin)
+        setattr(self.model, _REPORT, report)
+        return result
+
+    def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
+        initialize_missing(model, rest)
+
+    def _home(self, parameter: torch.Tensor) -> torch.device:
+        """Where a parameter lives: offloaded ones in host memory, the others on the device."""
+        offloaded = self.config.fsdp_cpu_offload and isinstance(parameter, DTensor)
+        return torch.device("cpu") if offloaded else self.device
+
+
+def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A parameter, or buffer, like ``old`` with other local values; hooks and marks are kept."""
+    new: torch.Tensor = local
+    if isinstance(old, DTensor):
+        new = DTensor.from_local(
+            local,
+            old.device_mesh,
+            old.placements,
+            run_check=False,
+            shape=old.shape,
+            stride=old.stride(),
+        )
+    if isinstance(old, nn.Parameter):
+        trains = old.requires_grad and new.is_floating_point()
+        new = nn.Parameter(new, requires_grad=trains)
+    vars(new).update(vars(old))
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    return new

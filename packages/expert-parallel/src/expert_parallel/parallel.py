@@ -1,0 +1,109 @@
+"""Shard a model that is built, or on the meta device, and give it the methods that go with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+import ep_plans
+from ep_dispatch import ExpertsForward
+from ep_kernels import compacted_forward, module_experts_forward
+from ep_mesh import DistributedConfig, ParallelMesh
+from expert_parallel.configs import as_config
+from expert_parallel.generation import generate
+from expert_parallel.saving import save_pretrained
+
+_SAVE_DEFAULTS = {
+    "state_dict": None,
+    "push_to_hub": False,
+    "token": None,
+    "save_peft_format": True,
+    "distributed_checkpoint": False,
+    "safe_serialization": True,
+    "save_function": None,
+}
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | Any) -> ModelT:
+    """Shard ``model`` in place over the running processes; every rank must call.
+
+    Starts ``torch.distributed`` if nobody did.  A built model must hold the same values on every
+    rank (the same seed, or the same file); each keeps its part, on its own device.  Parameters on
+    the meta device stay there: `initialize` gives them values, or ``load_state_dict`` does.
+
+    Args:
+        model: any module; a transformers model brings its plans.
+        config: a `DistributedConfig`, a dict of its fields, or native transformers' object.
+
+    Returns:
+        The same model; ``save_pretrained`` and ``generate`` of a transformers model now work for
+        all ranks together.
+
+    Raises:
+        ValueError: the config does not fit the model or the number of processes; nothing is
+            changed then.
+
+    Costs one small all-gather.
+    """
+    resolved = as_config(config)
+    mesh = ParallelMesh(resolved.layout)
+    shard_model(model, mesh, resolved, own_experts=True)
+    return model
+
+
+def shard_model(
+    model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, *, own_experts: bool
+) -> None:
+    """Apply the plans of ``config`` and install the methods.
+
+    Args:
+        model: built or on the meta device.
+        mesh: the meshes of the config's layout.
+        config: what to do.
+        own_experts: compute experts by ``ep_kernels`` where it understands them; else by the
+            module's own forward, whose implementation the model's config names.
+    """
+    make: Callable[[nn.Module], ExpertsForward] = (
+        module_experts_forward if own_experts else _module_forward
+    )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(mesh.device)
+    ep_plans.parallelize(model, mesh, config, experts_forward=make)
+    if isinstance(model, PreTrainedModel):
+        # On the object: FSDP2 and PEFT change or wrap the class.
+        object.__setattr__(model, "save_pretrained", MethodType(_save_method, model))
+        if model.can_generate():
+            object.__setattr__(model, "generate", MethodType(generate, model))
+
+
+def _save_method(
+    model: PreTrainedModel, save_directory: str | os.PathLike[str], **kwargs: Any
+) -> None:
+    """`save_pretrained` under the arguments of transformers' method."""
+    understood = ("max_shard_size", "variant", "save_original_format")
+    ours = {name: kwargs.pop(name) for name in understood if name in kwargs}
+    # Which rank writes is settled here; whose values to write too.
+    for name, plain in _SAVE_DEFAULTS.items():
+        value = kwargs.pop(name, plain)
+        if value is not plain and value != plain:
+            raise ValueError(f"save_pretrained of a sharded model does not take {name}={value!r}.")
+    kwargs.pop("is_main_process", None)
+    if kwargs:
+        raise TypeError(f"save_pretrained got unexpected arguments: {', '.join(kwargs)}.")
+    save_pretrained(model, save_directory, **ours)
+
+
+def _module_forward(experts: nn.Module) -> ExpertsForward:
+    def count() -> int:
+        number = experts.num_experts
+        assert isinstance(number, int), "parallelize sets the local number of experts"
+        return number
+
+    return compacted_forward(experts.forward, count, experts)

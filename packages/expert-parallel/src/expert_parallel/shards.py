@@ -1,0 +1,56 @@
+"""Which box of a parameter each rank holds, from its DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ep_plans.sharding import DATA_AXES
+from expert_parallel._compat import StridedShard
+from expert_parallel.boxes import Box, Cut, lengths, local_box, whole_box
+
+
+def box_of(tensor: torch.Tensor) -> Box:
+    """The box that this rank holds; all of a tensor that is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return whole_box(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a parameter lies on a mesh without this rank"
+    box = _box_at(tensor, coordinate)
+    if lengths(box) != tuple(tensor.to_local().shape):
+        raise ValueError(
+            f"A parameter of shape {tuple(tensor.shape)} placed {tensor.placements} on the mesh "
+            f"{tensor.device_mesh} should hold {lengths(box)} on this rank, but holds "
+            f"{tuple(tensor.to_local().shape)}. Load and save only what `parallelize` sharded."
+        )
+    return box
+
+
+def holders(tensor: DTensor) -> dict[int, Box]:
+    """The box of every rank of the mesh that the parameter lies on."""
+    ranks = tensor.device_mesh.mesh
+    places = torch.cartesian_prod(*(torch.arange(size) for size in ranks.shape))
+    return {
+        int(ranks[tuple(place)]): _box_at(tensor, place)
+        for place in places.view(-1, ranks.ndim).tolist()
+    }
+
+
+def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """Model axes cut first, then data axes (FSDP) what is left, whatever their order in the mesh."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    model: list[Cut] = []
+    data: list[Cut] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, (Shard, StridedShard)):
+            raise ValueError(f"A parameter placed {placement} is neither sharded nor replicated.")
+        by_fsdp = names[axis] in DATA_AXES
+        packs = 1 if by_fsdp else getattr(placement, "split_factor", 1)
+        cut = Cut(placement.dim % tensor.ndim, mesh.size(axis), coordinate[axis], packs)
+        (data if by_fsdp else model).append(cut)
+    return local_box(tensor.shape, [*model, *data])
