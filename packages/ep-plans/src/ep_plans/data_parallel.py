@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import per_parameter_mesh
+from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
 from ep_plans.sharding import ParameterSharding
 from ep_plans.styles import FSDP_STYLES
@@ -66,13 +67,16 @@ class _Units:
         self.shardings = shardings
         self.dense_mesh = self._data_mesh("fsdp")
         named = model.named_parameters(remove_duplicate=False)
+        self.owners = {
+            name: set(module.parameters(recurse=False)) for name, module in model.named_modules()
+        }
         over_tp = [p for name, p in named if shardings[name].data_axis == "fsdp_tp"]
         # Keyed by the parameters as they are now: `fully_shard` asks before it replaces them.
         self.meshes = dict.fromkeys(over_tp, self._data_mesh("fsdp_tp")) if over_tp else {}
 
     def shard(self, names: list[str], *, reshard: bool | None, float32: bool = False) -> None:
         """Make one unit of modules, over the dense mesh."""
-        modules = [self.model.get_submodule(name) for name in names]
+        modules = [self.model.get_submodule(name) for name in self._with_sharers(names)]
         place = per_parameter_mesh(self.meshes, self.dense_mesh) if self.meshes else None
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -114,6 +118,22 @@ class _Units:
         for name in sorted(owners, key=lambda name: name.count("."), reverse=True):
             if name:
                 self.shard([name], reshard=True, float32=True)
+
+    def _with_sharers(self, names: list[str]) -> list[str]:
+        """The modules, and those elsewhere that share a parameter with them (a tied head).
+
+        A parameter belongs to one unit, and FSDP2 finds it only in the modules of that unit.
+        """
+        if "" in names:
+            return names
+        inside = [name for name in self.owners if is_below(name, names)]
+        shared = {parameter for name in inside for parameter in self.owners[name]}
+        outside = [
+            name
+            for name, parameters in self.owners.items()
+            if name not in inside and not shared.isdisjoint(parameters)
+        ]
+        return [*names, *outside]
 
     def _data_mesh(self, axis: str) -> DeviceMesh:
         if self.config.dp_replicate_size > 1:
