@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from expert_parallel.cli import doctor, plan
+from expert_parallel.cli import doctor, generate, plan, train
 
 app = typer.Typer(
     name="ep",
@@ -14,6 +14,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(plan.plan)
+app.command()(train.train)
+app.command()(generate.generate)
 app.command()(doctor.doctor)
 
 

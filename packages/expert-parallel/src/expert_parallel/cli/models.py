@@ -11,6 +11,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from ep_mesh import DistributedConfig
+from ep_plans import resolve_plans
+
 _HEADS = (
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -79,3 +82,41 @@ def _tied(model: Any) -> nn.Module:
     model.tie_weights()
     found: nn.Module = model
     return found
+
+
+def check_plan(config: PreTrainedConfig, layout: DistributedConfig) -> nn.Module:
+    """Build the model on the meta device and check that a layout fits it.
+
+    Raises:
+        ValueError: a rule is broken.
+    """
+    model = build_on_meta(config)
+    resolve_plans(model, layout)
+    return model
+
+
+def load(
+    name: str,
+    layout: DistributedConfig,
+    dtype: torch.dtype | str,
+    *,
+    from_scratch: bool = False,
+) -> Any:
+    """The causal language model of a folder or hub name, sharded; every rank must call.
+
+    Args:
+        name: where it is; with ``from_scratch`` a model type will do.
+        layout: how to shard it.
+        dtype: of its parameters; ``"auto"``: as saved, or as its config says.
+        from_scratch: with random weights, the same in every layout.
+    """
+    from expert_parallel.auto import AutoModelForCausalLM
+    from expert_parallel.parallel import parallelize
+
+    if not from_scratch:
+        return AutoModelForCausalLM.from_pretrained(name, distributed_config=layout, dtype=dtype)
+    config = read_config(name)
+    if isinstance(dtype, str):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    torch.manual_seed(0)
+    return parallelize(AutoModelForCausalLM.from_config(config, dtype=dtype), layout)

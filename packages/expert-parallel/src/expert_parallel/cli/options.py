@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +54,34 @@ LayoutFile = Annotated[
         rich_help_panel=_SIZES,
     ),
 ]
+
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        min=1,
+        help="Processes on this machine; default: the product of the sizes.",
+        rich_help_panel=_SIZES,
+    ),
+]
+
+
+@contextmanager
+def world_of(processes: int | None) -> Iterator[None]:
+    """Let a tp_size that is not given be derived from ``--nproc``, as torchrun's ranks would."""
+    if processes is None or "WORLD_SIZE" in os.environ:
+        yield
+        return
+    os.environ["WORLD_SIZE"] = str(processes)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def value_of(text: str) -> Any:
+    """A value from the command line, as YAML reads it."""
+    return yaml.safe_load(text)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -262,9 +262,7 @@ def plan(
     sequence_parallel: options.SequenceParallel = None,
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
-    processes: Annotated[
-        int | None, typer.Option("--nproc", help="Check that the sizes multiply to this.")
-    ] = None,
+    processes: options.Processes = None,
     dtype: Annotated[str, typer.Option(help="For the memory: float32, bfloat16, float16.")] = (
         "bfloat16"
     ),
@@ -288,8 +286,9 @@ def plan(
     out = console()
     with torch.no_grad():
         built = build_on_meta(read_config(model))
-    broken = broken_rules(built, fields, processes)
-    with suppress(ValueError):
+    with options.world_of(processes):
+        broken = broken_rules(built, fields, processes)
+    with suppress(ValueError), options.world_of(processes):
         config = DistributedConfig.from_dict(fields)
         show_layout(out, built, config)
     if not broken:

@@ -1,0 +1,317 @@
+"""``ep train``: a job from a file or from flags, on ranks that it starts itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from transformers import AutoTokenizer, TrainingArguments, default_data_collator
+
+from ep_mesh import DistributedConfig
+from expert_parallel.cli import options
+from expert_parallel.cli.console import console, tells_errors
+from expert_parallel.cli.data import Blocks, load_ids, save_ids, text_files, token_ids
+from expert_parallel.cli.launch import launch, under_launcher
+from expert_parallel.cli.models import check_plan, load, read_config
+from expert_parallel.cli.plan import show_layout
+
+_DEFAULTS = {
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "save_only_model": True,
+    "report_to": "none",
+    "log_level_replica": "error",
+}
+
+
+@dataclass
+class TrainJob:
+    """What ``ep train`` does; the fields of its file.
+
+    Attributes:
+        model: a folder or a hub name, with weights, config and tokenizer.
+        data: text files (``.txt``, ``.md``, ``.jsonl``), or folders of them.
+        output: the folder that the trained model is saved to.
+        eval_data: text to evaluate on.
+        tokenizer: where the tokenizer is, if not beside the model.
+        from_scratch: start from random weights; ``model`` may be a model type then.
+        sequence_length: tokens of a sample.
+        text_key: where the text stands in a line of a ``.jsonl`` file.
+        dtype: of the parameters: ``auto`` (as saved), ``bfloat16``, ``float32``, ...
+        layout: fields of `DistributedConfig`.
+        training: fields of `transformers.TrainingArguments`.
+    """
+
+    model: str = ""
+    data: list[str] = field(default_factory=list)
+    output: str = ""
+    eval_data: list[str] = field(default_factory=list)
+    tokenizer: str | None = None
+    from_scratch: bool = False
+    sequence_length: int = 1024
+    text_key: str = "text"
+    dtype: str = "auto"
+    layout: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is missing: give --{name}, or {name}: ... in the file.")
+        self.data = _as_list(self.data)
+        self.eval_data = _as_list(self.eval_data)
+        length: object = self.sequence_length
+        if not isinstance(length, int) or length < 2:
+            raise ValueError(f"sequence_length must be a whole number >= 2, got {length!r}.")
+        _check_known(self.training, TrainingArguments, "training")
+        if "output_dir" in self.training:
+            raise ValueError("training.output_dir: give output, the folder of the whole job.")
+        self.training = _numbers(self.training)
+        torch_dtype(self.dtype)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainJob:
+        """Build one from a file's content.
+
+        Raises:
+            ValueError: an unknown key, told with the nearest; a field that is missing or wrong.
+        """
+        _check_known(values, cls, "a training file")
+        return cls(**values)
+
+    @property
+    def config(self) -> DistributedConfig:
+        """The layout as a checked configuration."""
+        return DistributedConfig.from_dict(self.layout)
+
+    def arguments(self, device_type: str) -> TrainingArguments:
+        """The trainer's arguments; the progress is shown by us."""
+        given = {**_DEFAULTS, **self.training}
+        return TrainingArguments(
+            output_dir=self.output, disable_tqdm=True, use_cpu=device_type == "cpu", **given
+        )
+
+
+def torch_dtype(name: str) -> torch.dtype | str:
+    """A dtype by name, or ``"auto"``.
+
+    Raises:
+        ValueError: it is no floating-point dtype.
+    """
+    found = getattr(torch, name, None)
+    if name == "auto":
+        return name
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    raise ValueError(f"dtype must be auto, bfloat16, float32 or another of torch's, got {name!r}.")
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _check_known(values: dict[str, Any], kind: type[Any], where: str) -> None:
+    known = [each.name for each in dataclasses.fields(kind)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else f"; it may have {', '.join(known)}."
+            raise ValueError(f"{where} has no field {key!r}{hint}")
+
+
+def _numbers(training: dict[str, Any]) -> dict[str, Any]:
+    """Numbers where the field is one: YAML reads 1e-4 as a text."""
+    defaults = {each.name: each.default for each in dataclasses.fields(TrainingArguments)}
+    converted = dict(training)
+    for name, value in training.items():
+        default = defaults[name]
+        if isinstance(value, str) and isinstance(default, float):
+            try:
+                converted[name] = float(value)
+            except ValueError:
+                raise ValueError(f"training.{name} must be a number, got {value!r}.") from None
+    return converted
+
+
+# -- on a rank
+
+
+def run(content: dict[str, Any]) -> None:
+    """Train on this rank; every rank of the layout must call.
+
+    Args:
+        content: the fields of `TrainJob` under "job", and under "ids" the files of token ids that
+            the launcher made, if it did.
+    """
+    from ep_trainer import EPTrainer, Memory, Speed
+    from expert_parallel.cli.progress import TrainProgress, without_printer
+
+    job = TrainJob.from_dict(content["job"])
+    ids: dict[str, str] = content.get("ids") or {}
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer or job.model)
+    model = load(job.model, job.config, torch_dtype(job.dtype), from_scratch=job.from_scratch)
+    data = _blocks(job.data, ids.get("train"), tokenizer, job)
+    held_out = _blocks(job.eval_data, ids.get("eval"), tokenizer, job) if job.eval_data else None
+    arguments = job.arguments(model.device.type)
+    trainer = EPTrainer(
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=held_out,
+        data_collator=default_data_collator,  # the blocks are of one length
+        processing_class=tokenizer,
+        callbacks=[Speed(), Memory(), TrainProgress(console())],
+    )
+    without_printer(trainer)
+    trainer.train()
+    if held_out is not None:
+        trainer.evaluate()
+    trainer.save_model(job.output)
+    console().print(f"saved to {job.output}", markup=False, soft_wrap=True)
+
+
+def _blocks(paths: list[str], ids: str | None, tokenizer: Any, job: TrainJob) -> Blocks:
+    row = load_ids(Path(ids)) if ids else token_ids(text_files(paths), tokenizer, job.text_key)
+    return Blocks(row, job.sequence_length)
+
+
+# -- the command
+
+
+def check(job: TrainJob) -> nn.Module:
+    """Check all that can be checked without ranks and without data; gives the model on meta.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    text_files([*job.data, *job.eval_data])
+    job.arguments("cpu")
+    return check_plan(read_config(job.model), job.config)
+
+
+def prepare(job: TrainJob, folder: Path) -> dict[str, Any]:
+    """Tokenize the data, once for all ranks.
+
+    Raises:
+        ValueError: the data or the tokenizer does not fit.
+    """
+    config = read_config(job.model)
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer or job.model)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is {vocabulary}."
+        )
+    ids: dict[str, str] = {}
+    for name, paths in (("train", job.data), ("eval", job.eval_data)):
+        if paths:
+            row = token_ids(text_files(paths), tokenizer, job.text_key)
+            Blocks(row, job.sequence_length)
+            save_ids(row, folder / f"{name}.ids")
+            ids[name] = str(folder / f"{name}.ids")
+    return {"job": dataclasses.asdict(job), "ids": ids}
+
+
+def _merged(file: Path | None, flags: dict[str, Any], sets: list[str]) -> TrainJob:
+    values = options.read_mapping(file) if file else {}
+    for name in ("layout", "training"):
+        if not isinstance(values.get(name) or {}, dict):
+            raise ValueError(f"{name} must hold names and values, got {values[name]!r}.")
+        given = {key: value for key, value in flags.pop(name).items() if value is not None}
+        values[name] = {**(values.get(name) or {}), **given}
+    for text in sets:
+        key, found, value = text.partition("=")
+        if not found:
+            raise ValueError(f"--set takes name=value, got {text!r}.")
+        values["training"][key] = options.value_of(value)
+    values.update({key: value for key, value in flags.items() if value})
+    return TrainJob.from_dict(values)
+
+
+@tells_errors
+def train(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A YAML or JSON file of the job; the flags win over it."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Text file or folder; repeatable.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder to save to.")] = None,
+    eval_data: Annotated[list[str] | None, typer.Option(help="Text to evaluate on.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="If not beside the model.")] = None,
+    from_scratch: Annotated[bool, typer.Option("--from-scratch", help="Random weights.")] = False,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sample.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float32, ...")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a data shard.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="name=value of TrainingArguments; repeatable."),
+    ] = None,
+    tp: options.Tp = None,
+    fsdp: options.Fsdp = None,
+    ep: options.Ep = None,
+    dp_replicate: options.DpReplicate = None,
+    pp: options.Pp = None,
+    sequence_parallel: options.SequenceParallel = None,
+    ep_implementation: options.Implementation = None,
+    layout: options.LayoutFile = None,
+    processes: options.Processes = None,
+) -> None:
+    """Train on text, and save an ordinary Hugging Face checkpoint.
+
+    Starts the ranks on this machine. For several machines, start it with torchrun:
+    torchrun --nnodes 2 ... -m expert_parallel train job.yaml
+    """
+    fields = options.layout_fields(
+        layout,
+        tp_size=tp,
+        fsdp_size=fsdp,
+        ep_size=ep,
+        dp_replicate_size=dp_replicate,
+        pp_size=pp,
+        enable_sequence_parallel=sequence_parallel,
+        ep_implementation=ep_implementation,
+    )
+    flags = {
+        "model": model,
+        "data": data,
+        "output": output,
+        "eval_data": eval_data,
+        "tokenizer": tokenizer,
+        "from_scratch": from_scratch,
+        "sequence_length": sequence_length,
+        "dtype": dtype,
+        "layout": fields,
+        "training": {
+            "max_steps": steps,
+            "per_device_train_batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "seed": seed,
+        },
+    }
+    with options.world_of(processes):
+        job = _merged(file, flags, sets or [])
+        size = job.config.world_size
+    if under_launcher():
+        from expert_parallel.cli.worker import run as run_here
+
+        run_here("train", {"job": dataclasses.asdict(job)})
+        return
+    if processes is not None:
+        job.config.layout.check_world_size(processes)
+    out = console()
+    show_layout(out, check(job), job.config)
+    with tempfile.TemporaryDirectory(prefix="ep-train-") as made:
+        with out.status("reading the data"):
+            content = prepare(job, Path(made))
+        launch("train", content, size, Path(made))

@@ -1,0 +1,284 @@
+"""``ep train`` and ``ep generate``: jobs from files and flags, checked before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from cli_models import TEXT, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from ep_mesh import DistributedConfig
+from expert_parallel.cli import app, generate, launch, train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Instead of starting ranks, note what would be started."""
+    calls = []
+
+    def note(command, job, processes, folder=None):
+        calls.append((command, job, processes))
+
+    for module in (train, generate):
+        monkeypatch.setattr(module, "launch", note)
+    for name in ("RANK", "WORLD_SIZE", "EP_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    return calls
+
+
+def ep(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+# -- a training job
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_a_file_and_flags_over_it(started, model, text, tmp_path, kind):
+    file = tmp_path / f"job.{kind}"
+    values = {
+        "model": str(model),
+        "data": str(text),
+        "output": str(tmp_path / "out"),
+        "sequence_length": 16,
+        "layout": {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
+        "training": {"max_steps": 5, "learning_rate": 1e-4, "warmup_steps": 2},
+    }
+    file.write_text(
+        json.dumps(values) if kind == "json" else json.dumps(values).replace("0.0001", "1e-4")
+    )
+    code, output = ep("train", file, "--ep", 8, "--steps", 7, "--set", "weight_decay=0.1")
+    assert code == 0, output
+    [(command, content, processes)] = started
+    job = content["job"]
+    assert (command, processes) == ("train", 8)
+    assert job["layout"] == {"tp_size": 2, "fsdp_size": 4, "ep_size": 8}
+    assert job["training"] == {
+        "max_steps": 7,
+        "learning_rate": 1e-4,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+    }
+    assert "8 experts a layer, 8 processes" in output
+    assert "ep=8        E0" in output
+
+
+def test_flags_alone(started, model, text, tmp_path):
+    arguments = ("--model", model, "--data", text, "--output", tmp_path, "--sequence-length", 16)
+    assert ep("train", *arguments, "--fsdp", 2, "--nproc", 2)[0] == 0
+    assert started[0][1]["job"]["layout"] == {"fsdp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model": ""}, "model is missing"),
+        ({"data": []}, "data is missing"),
+        ({"ouput": "x"}, "no field 'ouput': did you mean 'output'"),
+        (
+            {"training": {"max_step": 3}},
+            "training has no field 'max_step': did you mean 'max_steps'",
+        ),
+        ({"training": {"learning_rate": "fast"}}, "training.learning_rate must be a number"),
+        ({"training": {"output_dir": "x"}}, "training.output_dir"),
+        ({"training": [1]}, "training must hold names and values"),
+        ({"layout": {"tpsize": 2}}, "did you mean 'tp_size'"),
+        ({"layout": {"fsdp_size": 3, "ep_size": 3}}, "does not divide the 8 experts"),
+        ({"layout": {"tp_size": 3}}, "key-value heads"),
+        ({"dtype": "int8"}, "dtype must be auto"),
+        ({"sequence_length": 1}, "sequence_length must be"),
+        ({"sequence_length": 100_000}, "less than one sequence"),
+        ({"data": "missing.txt"}, "no file or folder missing.txt"),
+        ({"model": "qwen3-mo"}, "Did you mean qwen3_moe"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_before_any_rank_starts(
+    started, model, text, tmp_path, changes, expected
+):
+    values = {"model": str(model), "data": str(text), "output": str(tmp_path / "out")}
+    (tmp_path / "job.json").write_text(json.dumps({**values, "sequence_length": 16, **changes}))
+    code, output = ep("train", tmp_path / "job.json")
+    assert code == 1
+    last = output.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert expected in last
+    assert not started
+
+
+def test_processes_must_be_the_layout_s(started, model, text, tmp_path):
+    arguments = ("--model", model, "--data", text, "--output", tmp_path, "--sequence-length", 16)
+    code, output = ep("train", *arguments, "--fsdp", 4, "--nproc", 2)
+    assert code == 1
+    assert "= 4 processes, but 2 are" in output
+    assert not started
+
+
+def test_tp_size_is_derived_from_the_number_of_processes(started, model, text, tmp_path):
+    (tmp_path / "layout.yaml").write_text("tp_plan: auto\nfsdp_size: 2\n")
+    code, output = ep("generate", model, "The", "--layout", tmp_path / "layout.yaml", "--nproc", 4)
+    assert code == 0, output
+    [(_, job, processes)] = started
+    assert (processes, job["layout"]["tp_size"]) == (4, 2)
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("EP_TRACEBACK", "1")
+    result = CliRunner().invoke(app, ["train"])
+    assert isinstance(result.exception, ValueError)
+
+
+def test_the_vocabulary_must_hold_the_tokenizer(started, model, text, tmp_path):
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
+    arguments = ("--tokenizer", model, "--data", text, "--output", tmp_path / "out")
+    code, output = ep("train", "--model", tmp_path, *arguments)
+    assert code == 1
+    assert "the model's vocab_size is 99" in output
+
+
+# -- a generation job
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "there is no prompt"),
+        (["The", "--top-p", "0.5"], "top_p only work with --sample"),
+        (["The", "--dtype", "int8"], "dtype must be auto"),
+        (["The", "--fsdp", "3", "--ep", "3"], "does not divide the 8 experts"),
+        (["The", "--tp", "2", "--nproc", "3"], "= 2 processes, but 3 are"),
+    ],
+)
+def test_generate_errors(started, model, arguments, expected):
+    code, output = ep("generate", model, *arguments)
+    assert code == 1
+    assert expected in output.splitlines()[-1]
+    assert not started
+
+
+def test_prompts_from_a_file(started, model, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    assert ep("generate", model, "zero", "--prompt-file", tmp_path / "prompts.txt")[0] == 0
+    assert started[0][1]["prompts"] == ["zero", "one", "two"]
+
+
+# -- on ranks
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_training_on_ranks_saves_an_ordinary_checkpoint(ranks, model, text, tmp_path, from_scratch):
+    out = tmp_path / "out"
+    job = {
+        "model": str(model),
+        "data": [str(text)],
+        "eval_data": [str(text)],
+        "output": str(out),
+        "sequence_length": 16,
+        "from_scratch": from_scratch,
+        "layout": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        "training": {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 3},
+    }
+
+    ranks.run(lambda rank: train.run({"job": job}), world=4, timeout=120)
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer(TEXT[:200], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        after = trained(ids, labels=ids).loss
+        before = AutoModelForCausalLM.from_pretrained(model)(ids, labels=ids).loss
+    assert after < before - 0.3
+
+
+LAYOUTS = [{}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 4, "ep_size": 4}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_generation_is_that_of_a_single_process(ranks, model, layout):
+    """Prompts of several lengths, more and fewer than data shards."""
+    prompts = ["The tokens", "An answer comes back to the", "experts"]
+    single = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    expected = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = single.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        expected.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    config = DistributedConfig(**layout)
+    job = {
+        "model": str(model),
+        "tokenizer": None,
+        "dtype": "float32",
+        "seed": 0,
+        "layout": config.to_dict(),
+        "generation": {"max_new_tokens": 6, "do_sample": False},
+    }
+    for count in (3, 1):
+        given = {**job, "prompts": prompts[:count]}
+        found = ranks.run(
+            lambda rank, given: generate.continuations(given), given, world=config.world_size
+        )
+        assert found == [expected[:count]] * config.world_size
+
+
+# -- starting ranks
+
+
+def test_a_failing_rank_s_error_is_one_line(tmp_path):
+    with pytest.raises(launch.JobError, match=r"^model is missing: give --model"):
+        launch.launch("train", {"job": {}}, 2)
+
+
+def test_the_first_error_is_the_one_told(tmp_path):
+    launch.report_error(tmp_path, 3, "the cause")
+    launch.report_error(tmp_path, 0, "Connection closed by peer")
+    assert launch._first_error(tmp_path) == "rank 3: the cause"
+    assert launch._first_error(tmp_path / "none") is None
+
+
+def test_a_rank_that_is_killed_is_told(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(launch.JobError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\)"):
+        launch.launch("train", {"job": {}}, 2)
+
+
+@pytest.mark.time_limit(240)
+def test_train_and_generate_from_the_command_line(model, text, tmp_path, capfd, monkeypatch):
+    """The whole way: ranks start, one prints, the checkpoint is read in another layout."""
+    monkeypatch.setenv("COLUMNS", "160")
+    out = tmp_path / "out"
+    flags = "--sequence-length 16 --steps 2 --set logging_steps=1 --fsdp 2 --ep 2"
+    assert ep("train", "--model", model, "--data", text, "--output", out, *flags.split())[0] == 0
+    printed = capfd.readouterr().out
+    assert printed.count("step 1/2  loss") == 1
+    assert printed.count("step 2/2  loss") == 1
+    assert printed.count(f"saved to {out}") == 1
+    assert ep("generate", out, "The tokens", "--tp", 2, "--ep", 2, "--max-new-tokens", 2)[0] == 0
+    assert capfd.readouterr().out.count("The tokens") == 1
+
+
+def test_no_process_group_is_left():
+    assert not dist.is_initialized()
