@@ -64,6 +64,8 @@ class Case:
     hidden_grad: bool = True
     weights_grad: bool = True
     experts_grad: bool = True
+    frozen_batches: tuple[int, ...] = ()  # whose hidden states and routing weights need no gradient
+    frozen_ranks: tuple[int, ...] = ()  # whose experts need no gradient
 
     @property
     def batches(self) -> int:
@@ -124,7 +126,7 @@ def build(case: Case, rank: int, whole: Experts | None = None, **more):
         with torch.no_grad():
             experts.up.copy_(whole.up[mine])
             experts.down.copy_(whole.down[mine])
-    experts.requires_grad_(case.experts_grad)
+    experts.requires_grad_(case.experts_grad and rank not in case.frozen_ranks)
     implementation = EPImplementationInterface.get(case.name)(
         **{
             "experts_forward": experts,
@@ -180,13 +182,15 @@ def check(
     whole, inputs = whole_inputs(case)
     implementation, experts = build(case, rank, whole)
     hidden, ids, weights, cotangent = inputs[rank // case.tp]
+    frozen = rank // case.tp in case.frozen_batches
+    hidden_grad, weights_grad = case.hidden_grad and not frozen, case.weights_grad and not frozen
     mine = slice(0, hidden.shape[0])
     if case.sequence_parallel:
         step = -(-hidden.shape[0] // case.tp)
         first = min(rank % case.tp * step, hidden.shape[0])
         mine = slice(first, min(first + step, hidden.shape[0]))
-    x = hidden[mine].to(case.dtype).requires_grad_(case.hidden_grad)
-    w = weights[mine].to(case.weights_dtype or case.dtype).requires_grad_(case.weights_grad)
+    x = hidden[mine].to(case.dtype).requires_grad_(hidden_grad)
+    w = weights[mine].to(case.weights_dtype or case.dtype).requires_grad_(weights_grad)
     args = (x, ids[mine], w) if prepare is None else prepare(x, ids[mine], w)
     out = call(implementation, *args) if call else implementation(*args)
     assert out.dtype == case.dtype
@@ -200,14 +204,17 @@ def check(
         expected.append(reference(whole, one_hidden, one_ids, one_weights))
         expected[-1].backward(one_cotangent)
     assert error(out, expected[rank // case.tp][mine]) <= bound, "output"
-    if case.hidden_grad:
+    if hidden_grad:
         assert error(x.grad, hidden.grad[mine]) <= bound, "gradient of the hidden states"
-    if case.weights_grad:
+    if weights_grad:
         assert error(w.grad, weights.grad[mine]) <= bound, "gradient of the routing weights"
     chosen = torch.cat([one_ids.flatten() for _, one_ids, _, _ in inputs])
     for name, parameter in experts.named_parameters():
         if not case.experts_grad:
             assert parameter.grad is None
+            continue
+        if case.frozen_ranks:
+            assert (parameter.grad is None) == (rank in case.frozen_ranks)
             continue
         assert parameter.grad is not None, f"{name} must have a gradient, zero if no token came"
         whole_parameter = whole.get_parameter(name)

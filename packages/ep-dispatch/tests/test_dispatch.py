@@ -168,7 +168,9 @@ def test_idle_experts_have_a_gradient_of_zero(ranks, moe, name, tp):
             _, inputs = moe.whole_inputs(case)
             hidden, ids, weights, cotangent = inputs[rank // case.tp]
             x = hidden.clone().requires_grad_()
-            implementation(x, ids, weights).backward(cotangent)
+            out = implementation(x, ids, weights)
+            out.backward(cotangent)
+            assert out.isfinite().all()
             assert x.grad.isfinite().all()
             assert all((p.grad == 0).all() for p in idle)
             if rank % 4 == 3:
@@ -197,22 +199,25 @@ def test_fsdp_over_expert_copies(ranks, moe, name, tp, kind):
             torch.manual_seed(rank % 2)
             for parameter in layer.experts.parameters():
                 nn.init.normal_(parameter)
-        expected = [torch.zeros_like(p) for p in layer.experts.parameters()]
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("copies", "ep"))["copies"]
         fully_shard(layer.experts, mesh=mesh)
         hidden, ids, weights, cotangent = inputs[rank // case.tp]
-        # All tokens to one expert: of the rank 0 of each group, of the copy 0 in the last step alone.
+        # All tokens to one expert of rank 0 of each group: another in copy 0 in the first step.
         for step, last in ((0, False), (1, True)):
             layer.experts.set_requires_gradient_sync(last)
             chosen = torch.full_like(ids, 0 if step or rank // case.ep else 1)
             layer(hidden.clone().requires_grad_(), chosen, weights).backward(cotangent)
-        for parameter, zero in zip(layer.experts.parameters(), expected, strict=True):
+            for batch, (x, i, w, c) in enumerate(inputs):
+                chosen = torch.full_like(i, 0 if step or batch * tp // case.ep else 1)
+                moe.reference(whole, x, chosen, w).backward(c)
+        for which, parameter in layer.experts.named_parameters():
             assert parameter.grad is not None
             gradient = parameter.grad.full_tensor()
-            assert gradient.shape == zero.shape
-            assert gradient.isfinite().all()
             if rank % 2:
                 assert (gradient == 0).all()
+            elif kind == "fused":  # FSDP2's mean over the four copies
+                mine = slice(rank % 2 * 2, rank % 2 * 2 + 2)
+                assert moe.error(gradient * 4, whole.get_parameter(which).grad[mine]) < 1e-12
 
     ranks.run(run)
 
@@ -244,3 +249,33 @@ def test_a_group_of_one_rank(moe):
         moe.reference(whole, y, ids, weights).backward(cotangent)
         assert moe.error(x.grad, y.grad) < 1e-12
         assert moe.error(experts.up.grad, whole.up.grad) < 1e-12
+
+
+def test_masked_routes_have_no_weight_and_get_no_gradient(ranks, moe):
+    """`all_reduce`: whatever an expert makes of a slot that is not its own, even NaN, stays there."""
+
+    def run(rank):
+        case = moe.Case(name="all_reduce", tp=4)
+        seen = []
+
+        def poisonous(rows, ids, weights):
+            skipped = ids == 2
+            seen.append((skipped, weights))
+            # NaN times the weight in backward, where the slot is skipped.
+            poison = torch.where(skipped, float("nan"), 1.0)
+            used = torch.where(skipped, (weights * poison).nan_to_num(), weights * (ids + 1))
+            return rows * used.sum(1, keepdim=True)
+
+        implementation, _ = moe.build(case, rank, experts_forward=poisonous)
+        _, inputs = moe.whole_inputs(case)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        w = weights.clone().requires_grad_()
+        out = implementation(hidden, ids, w)
+        out.backward(cotangent)
+        ((skipped, given),) = seen
+        assert (given[skipped] == 0).all()
+        assert moe.error(out, hidden * (weights * (ids % 2 + 1)).sum(1, keepdim=True)) < 1e-12
+        expected = (hidden * cotangent).sum(1, keepdim=True) * (ids % 2 + 1)
+        assert moe.error(w.grad, expected) < 1e-12
+
+    ranks.run(run)

@@ -73,6 +73,19 @@ def test_frozen_parts(ranks, moe):
     ranks.run(everything, moe, cases, timeout=120)
 
 
+def test_parts_frozen_on_some_ranks_only(ranks, moe):
+    """Ranks whose tensors need no gradient still take part in the backward of those that do."""
+    cases = [
+        moe.Case(ep=ep, tp=tp, tokens=(7, 2, 0, 5, 3, 1, 4, 6)[: 8 // tp], routing=routing,
+                 hidden_grad=hidden, experts_grad=experts, frozen_batches=batches, frozen_ranks=frozen)
+        for ep, tp in ((8, 2), (4, 1), (4, 2))
+        for batches, frozen in (((0, 3), ()), ((1,), (0, 2, 3)), ((0, 1, 2, 3), (0, 1, 6, 7)))
+        for hidden, experts in ((True, True), (False, True), (True, False))
+        for routing in ("random", "first")
+    ]  # fmt: skip
+    ranks.run(everything, moe, cases, timeout=120)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(ranks, moe, dtype):
     """Each dtype to its rounding, with routing weights of the same dtype and in float32."""

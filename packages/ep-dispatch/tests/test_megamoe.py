@@ -98,6 +98,7 @@ def fp8_fp4_mega_moe(y, l1_weights, l2_weights, sym_buffer, cumulative_local_exp
         buffer.topk_weights[:n].double(),
     )
     x, ids, weights = (gathered(part, group) for part in parts)
+    sys.modules["deep_gemm"].routes += int((ids >= 0).sum())
     gate_up, down = (dequantized(*(t.flip(1) for t in layer)) for layer in (l1_weights, l2_weights))
     out = moe_of(x, ids, weights, gate_up, down, rank * len(down), activation_clamp)
     dist.all_reduce(out, group=group)
@@ -116,7 +117,7 @@ def install(**changes):
     for function in (get_symm_buffer_for_mega_moe, transform_sf_into_required_layout,
                      transform_weights_for_mega_moe, fp8_fp4_mega_moe):  # fmt: skip
         setattr(library, function.__name__, function)
-    library.allocated = []
+    library.allocated, library.routes = [], 0
     sys.modules["deep_gemm"] = library
     import ep_dispatch.megamoe
 
@@ -203,6 +204,7 @@ def test_equals_the_reference(ranks, moe, world, kind):
             assert out.shape == x.shape
             assert moe.error(out, expected) < 4e-3  # the rounding of the bf16 output
         assert len(library.allocated) == 1
+        assert library.routes == (13 + 8 + 1 + 3) * 3  # every route once, none of the padding
 
     ranks.run(run, world=world)
 
