@@ -63,6 +63,42 @@ def rank_pool() -> dict[str, Any]:
     return {"first_s": first, "further_s": further, "call_ms": 1000 * call}
 
 
+@figure
+def load_cost() -> dict[str, Any]:
+    """Load a 2 GB checkpoint on 8 ranks: bytes read and host memory of a rank against its share."""
+    import tempfile
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration_tests"))
+    import checkpoints
+
+    from ep_testing import RankPool
+
+    sizes = {"tp_size": 2, "fsdp_size": 4, "ep_size": 4}
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        small = checkpoints.moe_config(
+            hidden_size=64, vocab_size=128, moe_intermediate_size=32, num_hidden_layers=1
+        )
+        warm = Path(folder) / "warm"
+        checkpoints.write_checkpoint(warm, small, "fused", file_bytes=1 << 30)
+        for form in checkpoints.FORMS:
+            path = Path(folder) / form
+            config = checkpoints.moe_config()
+            size = checkpoints.write_checkpoint(path, config, form, file_bytes=300 << 20)
+            pool = RankPool()
+            costs = pool.run(checkpoints.load_cost, str(path), sizes, str(warm), timeout=500)
+            pool.close()
+            result[form] = {
+                "checkpoint_MB": round(size / 1e6),
+                "share_MB": round(max(cost.shards for cost in costs) / 1e6, 1),
+                "read_MB": round(max(cost.read for cost in costs) / 1e6, 1),
+                "memory_MB": round(max(cost.memory for cost in costs) / 1e6, 1),
+                "seconds": round(max(cost.seconds for cost in costs), 1),
+            }
+    return result
+
+
 def main() -> None:
     """Print one figure, or the names of all."""
     name = sys.argv[1] if len(sys.argv) == 2 else ""

@@ -9,6 +9,7 @@
 | `PreTrainedModel._initialize_missing_keys`, `._init_weights` | weights that no file holds are the same on every rank | transformers 5.17, 5.24 |
 | `core_model_loading.revert_weight_conversion` | saving in the checkpoint's own form | transformers 5.17, 5.24 |
 | `GenerationMixin._has_unfinished_sequences` | ranks with different batches stop at different lengths | transformers 5.17, 5.24 |
+| `GenerationMixin._prefill` | the arguments are checked, forwards begin | transformers 5.17, 5.24 |
 | `GenerationMixin._get_static_cache_init_shape` | a rank has some of the key-value heads | transformers 5.17, 5.24 |
 | `utils.hub.convert_file_size_to_int` | what "5GB" means there | transformers 5.17, 5.24 |
 | `placement_types._StridedShard` | packed weights | torch 2.11 to 2.13 |
@@ -103,6 +104,7 @@ def generation_overrides(
     *,
     unfinished: Callable[..., bool] | None = None,
     static_cache_shape: Callable[[], Any] | None = None,
+    before_first: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Replace steps of ``generate`` for one call.
 
@@ -110,10 +112,18 @@ def generation_overrides(
         model: the model that generates.
         unfinished: given whether this rank has finished, tells whether to take another step.
         static_cache_shape: gives the heads and their size of a cache made in advance.
+        before_first: runs when all arguments are checked, before the first forward.
     """
+
+    def prefill(*args: Any, **kwargs: Any) -> Any:
+        assert before_first is not None
+        before_first()
+        return type(model)._prefill(model, *args, **kwargs)
+
     named = {
         "_has_unfinished_sequences": unfinished,
         "_get_static_cache_init_shape": static_cache_shape,
+        "_prefill": None if before_first is None else prefill,
     }
     with ExitStack() as patches:
         for name, replaced in named.items():

@@ -31,19 +31,23 @@ def all_or_none(what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
         error = caught
-    told = agree(error)
+    raise_together(error, what)
+
+
+def raise_together(
+    error: BaseException | None, what: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise ``error`` here and `OtherRankError` elsewhere, or nothing if no rank has one.
+
+    Every rank of ``group`` (None: the world) must call.
+    """
+    if dist.is_initialized():
+        mine = None if error is None else f"{type(error).__name__}: {error}"
+        messages: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(messages, mine, group=group)
+        failed = [rank for rank, message in enumerate(messages) if message is not None]
+        if failed and error is None:
+            rank = dist.get_global_rank(group or dist.group.WORLD, failed[0])
+            raise OtherRankError(f"{what} failed on rank {rank}: {messages[failed[0]]}")
     if error is not None:
         raise error
-    if told is not None:
-        rank, message = told
-        raise OtherRankError(f"{what} failed on rank {rank}: {message}")
-
-
-def agree(error: BaseException | None) -> tuple[int, str] | None:
-    """The first rank that has an error, and its message; None if none has. All ranks must call."""
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    if not dist.is_initialized():
-        return None if mine is None else (0, mine)
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, mine)
-    return next(((rank, text) for rank, text in enumerate(messages) if text is not None), None)

@@ -32,6 +32,7 @@ from transformers import (
 import ep_plans
 from ep_mesh import ParallelMesh
 from expert_parallel import _compat
+from expert_parallel.agreement import raise_together
 
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +43,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     different lengths.
 
     Raises:
+        OtherRankError: another rank of this replica refused its arguments.
         ValueError: the arguments make ranks with different batches run different numbers of
             forwards before the first token, or per step (``prefill_chunk_size``, assisted and
             prompt-lookup decoding).
@@ -55,6 +57,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
     mesh = state.mesh
     overrides: dict[str, Callable[..., Any]] = {}
+    steps: _Steps | None = None
     if mesh.size("tp") > 1:
         kwargs = _follow_leader(model, mesh, kwargs)
         _share_random_state(mesh)
@@ -62,10 +65,16 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         overrides["static_cache_shape"] = lambda: None
     if mesh.size("fsdp") > 1:
         _check_same_steps(model, kwargs)
-        overrides["unfinished"] = _Steps(model, mesh)
+        steps = _Steps(model, mesh)
+        overrides.update(unfinished=steps, before_first=steps.begin)
     kwargs["synced_gpus"] = False
-    with _compat.generation_overrides(model, **overrides):
-        return plain(*args, **kwargs)
+    try:
+        with _compat.generation_overrides(model, **overrides):
+            return plain(*args, **kwargs)
+    except Exception as error:
+        if steps is not None and not steps.begun:
+            steps.begin(error)
+        raise
 
 
 class _Steps:
@@ -73,6 +82,12 @@ class _Steps:
 
     def __init__(self, model: PreTrainedModel, mesh: ParallelMesh) -> None:
         self.model, self.mesh = model, mesh
+        self.begun = False
+
+    def begin(self, error: Exception | None = None) -> None:
+        """Start only if no rank of the replica refuses its arguments."""
+        self.begun = True
+        raise_together(error, "Generating", self.mesh.group("fsdp_tp"))
 
     def __call__(self, finished: bool, *_: Any, **__: Any) -> bool:
         while True:
