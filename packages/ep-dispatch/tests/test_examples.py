@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -18,9 +16,8 @@ def torchrun(name, ranks=4):
     return run.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_moe_block(ranks):
-    out = torchrun("moe_block.py", ranks)
+def test_moe_block():
+    out = torchrun("moe_block.py")
     losses = [float(x) for x in re.findall(r"loss (\S+) on one", out)]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)

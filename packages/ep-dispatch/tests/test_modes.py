@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ep_dispatch import AllReduce
+
 ALL = [
     ("all_to_all", 4, 2),
     ("all_to_all", 4, 4),
@@ -194,3 +196,17 @@ def test_backward_twice(ranks, moe):
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
     ranks.run(run)
+
+
+def test_all_reduce_never_asks_the_device():
+    """On tensors without data, which raise if anything reads them: no host synchronization."""
+    implementation = AllReduce(
+        lambda rows, ids, weights: rows * weights.sum(1, True), num_local_experts=4
+    )
+    x, w = torch.empty(3, 8, device="meta"), torch.empty(3, 2, device="meta", requires_grad=True)
+    ids = torch.empty(3, 2, dtype=torch.long, device="meta")
+    out = implementation(x, ids, w)
+    out.backward(torch.empty_like(out))
+    assert w.grad.shape == w.shape
+    with pytest.raises(RuntimeError, match="meta"):
+        ids.tolist()
