@@ -22,6 +22,10 @@ SMALL = {
     "num_experts_per_tok": 2,
 }
 
+# The oldest supported transformers ships masking plans, for ep_size == tp_size; this one moves
+# tokens, and is what newer ones ship.
+EP_PLAN = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+
 
 def save_model(folder: Path) -> Path:
     """Save a model with random weights and a tokenizer."""

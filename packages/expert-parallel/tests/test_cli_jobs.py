@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cli_models import TEXT, save_model
+from cli_models import EP_PLAN, TEXT, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from ep_mesh import DistributedConfig
+from ep_mesh import DistributedConfig, Layout
 from expert_parallel.cli import app, generate, launch, train
 
 
@@ -60,7 +60,7 @@ def test_a_file_and_flags_over_it(started, model, text, tmp_path, kind):
         "data": str(text),
         "output": str(tmp_path / "out"),
         "sequence_length": 16,
-        "layout": {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
+        "layout": {"tp_size": 2, "fsdp_size": 4, "ep_size": 4, "ep_plan": EP_PLAN},
         "training": {"max_steps": 5, "learning_rate": 1e-4, "warmup_steps": 2},
     }
     file.write_text(
@@ -71,7 +71,7 @@ def test_a_file_and_flags_over_it(started, model, text, tmp_path, kind):
     [(command, content, processes)] = started
     job = content["job"]
     assert (command, processes) == ("train", 8)
-    assert job["layout"] == {"tp_size": 2, "fsdp_size": 4, "ep_size": 8}
+    assert job["layout"] == {"tp_size": 2, "fsdp_size": 4, "ep_size": 8, "ep_plan": EP_PLAN}
     assert job["training"] == {
         "max_steps": 7,
         "learning_rate": 1e-4,
@@ -102,7 +102,10 @@ def test_flags_alone(started, model, text, tmp_path):
         ({"training": {"output_dir": "x"}}, "training.output_dir"),
         ({"training": [1]}, "training must hold names and values"),
         ({"layout": {"tpsize": 2}}, "did you mean 'tp_size'"),
-        ({"layout": {"fsdp_size": 3, "ep_size": 3}}, "does not divide the 8 experts"),
+        (
+            {"layout": {"fsdp_size": 3, "ep_size": 3, "ep_plan": EP_PLAN}},
+            "does not divide the 8 experts",
+        ),
         ({"layout": {"tp_size": 3}}, "key-value heads"),
         ({"dtype": "int8"}, "dtype must be auto"),
         ({"sequence_length": 1}, "sequence_length must be"),
@@ -165,7 +168,7 @@ def test_the_vocabulary_must_hold_the_tokenizer(started, model, text, tmp_path):
         ([], "there is no prompt"),
         (["The", "--top-p", "0.5"], "top_p only work with --sample"),
         (["The", "--dtype", "int8"], "dtype must be auto"),
-        (["The", "--fsdp", "3", "--ep", "3"], "does not divide the 8 experts"),
+        (["The", "--tp", "3"], "tp_size=3 does not fit"),
         (["The", "--tp", "2", "--nproc", "3"], "= 2 processes, but 3 are"),
     ],
 )
@@ -195,7 +198,7 @@ def test_training_on_ranks_saves_an_ordinary_checkpoint(ranks, model, text, tmp_
         "output": str(out),
         "sequence_length": 16,
         "from_scratch": from_scratch,
-        "layout": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        "layout": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4, "ep_plan": EP_PLAN},
         "training": {"max_steps": 6, "learning_rate": 0.01, "logging_steps": 3},
     }
 
@@ -209,10 +212,7 @@ def test_training_on_ranks_saves_an_ordinary_checkpoint(ranks, model, text, tmp_
     assert after < before - 0.3
 
 
-LAYOUTS = [{}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 4, "ep_size": 4}]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2), Layout(fsdp=4, ep=4)], ids=str)
 def test_generation_is_that_of_a_single_process(ranks, model, layout):
     """Prompts of several lengths, more and fewer than data shards."""
     prompts = ["The tokens", "An answer comes back to the", "experts"]
@@ -223,7 +223,9 @@ def test_generation_is_that_of_a_single_process(ranks, model, layout):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         out = single.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         expected.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    config = DistributedConfig(**layout)
+    config = DistributedConfig(
+        tp_size=layout.tp, fsdp_size=layout.fsdp, ep_size=layout.ep, ep_plan=EP_PLAN
+    )
     job = {
         "model": str(model),
         "tokenizer": None,
@@ -270,13 +272,13 @@ def test_train_and_generate_from_the_command_line(model, text, tmp_path, capfd, 
     """The whole way: ranks start, one prints, the checkpoint is read in another layout."""
     monkeypatch.setenv("COLUMNS", "160")
     out = tmp_path / "out"
-    flags = "--sequence-length 16 --steps 2 --set logging_steps=1 --fsdp 2 --ep 2"
+    flags = "--sequence-length 16 --steps 2 --set logging_steps=1 --tp 2 --ep 2"
     assert ep("train", "--model", model, "--data", text, "--output", out, *flags.split())[0] == 0
     printed = capfd.readouterr().out
     assert printed.count("step 1/2  loss") == 1
     assert printed.count("step 2/2  loss") == 1
     assert printed.count(f"saved to {out}") == 1
-    assert ep("generate", out, "The tokens", "--tp", 2, "--ep", 2, "--max-new-tokens", 2)[0] == 0
+    assert ep("generate", out, "The tokens", "--fsdp", 2, "--max-new-tokens", 2)[0] == 0
     assert capfd.readouterr().out.count("The tokens") == 1
 
 
