@@ -19,6 +19,11 @@ from ep_plans.patterns import is_below, nearest, rule_for, wildcard
 from ep_plans.styles import FSDP_STYLES, STYLES, Scope
 
 PLAN_NAMES = ("tp_plan", "ep_plan", "fsdp_plan")
+# What the norm over each head is called, by the projection that it follows.
+_HEAD_NORMS = {
+    "q_proj": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k_proj": ("k_norm", "k_layernorm", "key_layernorm"),
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     if config.tp_size > 1:
         tp.update(dense)
     tp = _with_tied_partner(model, tp, names)
+    tp = _with_head_norms(tp, names)
+    tp = _with_whole_inputs(tp)
 
     plans = Plans(
         tp=tp,
@@ -125,7 +132,9 @@ def _declared(model: nn.Module, plan: str) -> dict[str, str]:
         if getattr(module, "base_model", None) is module:
             own.update(getattr(config, f"base_model_{plan}", None) or {})
             embedding = getattr(module, "embed_tokens", None)
-            if plan == "tp_plan" and own and isinstance(embedding, nn.Embedding):
+            # One with children (a norm) would run them on partial outputs.
+            leaf = isinstance(embedding, nn.Embedding) and not any(embedding.children())
+            if plan == "tp_plan" and own and leaf:
                 own = {"embed_tokens": "embedding_rowwise", **own}
         if (ours := family_plan(module, plan)) is not None:
             own = ours
@@ -243,6 +252,42 @@ def _with_tied_partner(model: nn.Module, tp: dict[str, str], names: _Names) -> d
         f"{head}.weight": "colwise_gather_output",
         head: "colwise_gather_output",
     }
+
+
+def _with_head_norms(tp: dict[str, str], names: _Names) -> dict[str, str]:
+    """A norm over single heads, of which each rank has some, sees a part of its gradient.
+
+    Some released plans (Qwen3-VL-MoE, Qwen3-Omni-MoE, GLM-4 MoE) shard the heads and have no rule
+    for the norms, whose gradient is then too small by the heads of the other ranks.
+    """
+    found = dict(tp)
+    for name, style in tp.items():
+        attention, _, child = name.rpartition(".")
+        if child not in _HEAD_NORMS or style != "colwise":
+            continue
+        head_dim = getattr(names.modules[attention], "head_dim", None)
+        for norm in (f"{attention}.{norm}" for norm in _HEAD_NORMS[child]):
+            weight = getattr(names.modules.get(norm), "weight", None)
+            if norm not in tp and weight is not None and tuple(weight.shape) == (head_dim,):
+                found[norm] = "replicated_with_grad_allreduce"
+    return found
+
+
+def _with_whole_inputs(tp: dict[str, str]) -> dict[str, str]:
+    """An attention output projection whose attention is whole takes its features of a whole input.
+
+    In hybrid models one pattern covers layers of several kinds, and shards the projections before it
+    in some of them only (GLM-5-Next's linear attention has no rule but this one).
+    """
+    found = dict(tp)
+    for name, style in tp.items():
+        attention, _, child = name.rpartition(".")
+        if child == "o_proj" and style == "rowwise":
+            inside = [n for n in tp if is_below(n, [attention]) and not is_below(n, [name])]
+            if not inside:
+                found[name] = "rowwise_split_input"
+                found[f"{name}.weight"] = "rowwise_split_input"
+    return found
 
 
 def _fsdp(model: nn.Module, rules: Mapping[str, str], names: _Names) -> dict[str, str]:

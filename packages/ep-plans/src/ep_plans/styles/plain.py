@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ep_dispatch.collectives import gather_over_group, reduce_over_group, split_over_group
+from ep_dispatch.collectives import (
+    copy_to_group,
+    gather_over_group,
+    reduce_over_group,
+    split_over_group,
+)
 from ep_plans.styles.base import (
     Context,
     Forward,
@@ -14,6 +20,7 @@ from ep_plans.styles.base import (
     around_forward,
     change_input,
     change_output,
+    local,
     local_parameters,
 )
 
@@ -50,19 +57,32 @@ class LocalParameters(Style):
 
 
 class AllReduceOutput(Style):
-    """The output is a partial sum on each rank. Cost: an all-reduce of the output in forward."""
+    """The output is a partial sum on each rank. Cost: an all-reduce of the output in forward.
+
+    If the module's own bare parameters are cut, its code sees what this rank holds of them, and the
+    gradient of every input is a partial sum too: an all-reduce of each in backward.
+    """
 
     def install(self, context: Context) -> None:
         """Sum the output over the group."""
-        group = context.group
+        module, group = context.module, context.group
+        cut = any(isinstance(p, DTensor) for p in module._parameters.values())
+
+        def copy(x: Any) -> Any:
+            floating = isinstance(x, Tensor) and x.is_floating_point()
+            return copy_to_group(local(x), group) if floating else x
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
+            if cut:
+                args = tuple(copy(x) for x in args)
+                kwargs = {name: copy(x) for name, x in kwargs.items()}
+            with local_parameters(module):
+                output = forward(*args, **kwargs)
             if output is None:
                 return None
             return change_output(lambda x: reduce_over_group(x, group), output)
 
-        around_forward(context.module, run)
+        around_forward(module, run)
 
 
 class SequenceSlices(Style):
