@@ -13,6 +13,7 @@
 | `GenerationMixin._get_static_cache_init_shape` | a rank has some of the key-value heads | transformers 5.17, 5.24 |
 | `utils.hub.convert_file_size_to_int` | what "5GB" means there | transformers 5.17, 5.24 |
 | `placement_types._StridedShard` | packed weights | torch 2.11 to 2.13 |
+| `utils._pytree.tree_map_only`, `Tensor._make_wrapper_subclass` | a tensor whose values are not in memory | torch 2.11 to 2.13 |
 
 [Note: patching for one call]
 The functions are replaced while a sharded load is running, and act differently only in the
@@ -31,6 +32,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.mixin import DistributedMixin
@@ -44,9 +46,13 @@ __all__ = [
     "generation_overrides",
     "init_module",
     "loading_through",
+    "make_wrapper_subclass",
     "quiet",
     "revert_weight_conversion",
+    "tree_map_only",
 ]
+
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
 class Loader(Protocol):
@@ -115,10 +121,12 @@ def generation_overrides(
         before_first: runs when all arguments are checked, before the first forward.
     """
 
+    original: Any = None if before_first is None else model._prefill
+
     def prefill(*args: Any, **kwargs: Any) -> Any:
         assert before_first is not None
         before_first()
-        return type(model)._prefill(model, *args, **kwargs)
+        return original(*args, **kwargs)
 
     named = {
         "_has_unfinished_sequences": unfinished,

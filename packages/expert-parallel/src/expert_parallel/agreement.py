@@ -47,7 +47,7 @@ def raise_together(
         dist.all_gather_object(messages, mine, group=group)
         failed = [rank for rank, message in enumerate(messages) if message is not None]
         if failed and error is None:
-            rank = dist.get_global_rank(group or dist.group.WORLD, failed[0])
+            rank = dist.get_process_group_ranks(group)[failed[0]]
             raise OtherRankError(f"{what} failed on rank {rank}: {messages[failed[0]]}")
     if error is not None:
         raise error

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from expert_parallel._compat import make_wrapper_subclass, tree_map_only
 from expert_parallel.boxes import (
     Box,
     Interval,
@@ -211,7 +211,7 @@ class LazyTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, node: Node, strides: Sequence[int] | None = None) -> Self:
         """Stand for what ``node`` makes; strides as a view's would be, None: contiguous."""
-        made: Self = torch.Tensor._make_wrapper_subclass(
+        made: Self = make_wrapper_subclass(
             cls, node.shape, strides=strides, dtype=node.dtype, device=torch.device("cpu")
         )
         made.node = node
