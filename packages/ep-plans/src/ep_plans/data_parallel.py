@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import per_parameter_mesh
@@ -21,6 +22,7 @@ from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
 from ep_plans.sharding import ParameterSharding
 from ep_plans.styles import FSDP_STYLES
+from ep_plans.styles.base import EMPTY_DTYPE
 
 
 def apply_fsdp(
@@ -73,6 +75,7 @@ class _Units:
         over_tp = [p for name, p in named if shardings[name].data_axis == "fsdp_tp"]
         # Keyed by the parameters as they are now: `fully_shard` asks before it replaces them.
         self.meshes = dict.fromkeys(over_tp, self._data_mesh("fsdp_tp")) if over_tp else {}
+        self.empty = self._leave_out_empty()
 
     def shard(self, names: list[str], *, reshard: bool | None, float32: bool = False) -> None:
         """Make one unit of modules, over the dense mesh."""
@@ -83,6 +86,7 @@ class _Units:
             mesh=self.dense_mesh,
             reshard_after_forward=reshard,
             shard_placement_fn=place,
+            ignored_params=self.empty,
             **self._policies(float32=float32),
         )
 
@@ -118,6 +122,20 @@ class _Units:
         for name in sorted(owners, key=lambda name: name.count("."), reverse=True):
             if name:
                 self.shard([name], reshard=True, float32=True)
+
+    def _leave_out_empty(self) -> set[nn.Parameter] | None:
+        """The parameters of which this rank has nothing after the cut over TP (few features).
+
+        FSDP2 can't reduce empty gradients. The ranks of an FSDP group share their place on the TP
+        axis, so they all leave the parameter out, and nothing is to be reduced.
+        """
+        empty = set()
+        for module in self.model.modules():
+            own = [p for p in module.parameters(recurse=False) if _local_numel(p) == 0]
+            if own and self.config.fsdp_mixed_precision:
+                module.__dict__[EMPTY_DTYPE] = torch.bfloat16
+            empty |= set(own)
+        return empty or None
 
     def _with_sharers(self, names: list[str]) -> list[str]:
         """The modules, and those elsewhere that share a parameter with them (a tied head).
@@ -158,6 +176,10 @@ class _Units:
             else:
                 policies["offload_policy"] = CPUOffloadPolicy()
         return policies
+
+
+def _local_numel(parameter: nn.Parameter) -> int:
+    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
 
 
 def _divide(grad: Tensor, *, divisor: float) -> None:

@@ -20,6 +20,9 @@ from ep_mesh import DistributedConfig, ParallelMesh
 
 Forward = Callable[..., Any]
 
+# Where a module notes the dtype that its empty parameters are shown in, which FSDP2 leaves alone.
+EMPTY_DTYPE = "_ep_empty_dtype"
+
 
 class Scope(enum.Enum):
     """What a style is a rule for."""
@@ -126,13 +129,17 @@ def local_parameters(
         change: called with the name and the local tensor, gives what the code shall see.
     """
     values: dict[str, Any] = {}
+    empty_dtype = module.__dict__.get(EMPTY_DTYPE)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
+        value = local(parameter)
+        if empty_dtype is not None and value.numel() == 0:
+            value = value.to(empty_dtype)
         if change is not None:
-            values[name] = change(name, local(parameter))
+            values[name] = change(name, value)
         elif isinstance(parameter, DTensor):
-            values[name] = local(parameter)
+            values[name] = value
     return attributes(module, values)
 
 

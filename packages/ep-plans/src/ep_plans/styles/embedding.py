@@ -19,7 +19,6 @@ from ep_plans.styles.base import (
     Style,
     around_forward,
     attributes,
-    local,
     local_parameters,
 )
 
@@ -52,7 +51,8 @@ class EmbeddingRowwise(Style):
             local_ids = (ids - start).masked_fill(foreign, 0)
             if start == end:
                 # A rank with no part of the vocabulary still has to give rows of the right form.
-                weight = local(module._parameters["weight"])  # type: ignore[arg-type]
+                with local_parameters(module):
+                    weight: Any = module.weight
                 rows = weight.new_zeros((*ids.shape, weight.shape[1])) + weight.sum() * 0
                 return reduce_over_group(rows, group)
             with attributes(module, {"padding_idx": here}), local_parameters(module):
