@@ -120,7 +120,6 @@ def generation_overrides(
         static_cache_shape: gives the heads and their size of a cache made in advance.
         before_first: runs when all arguments are checked, before the first forward.
     """
-
     original: Any = None if before_first is None else model._prefill
 
     def prefill(*args: Any, **kwargs: Any) -> Any:
