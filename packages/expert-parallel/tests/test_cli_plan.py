@@ -154,6 +154,24 @@ def test_experts_that_do_not_divide(ep, small, dispatch):
     assert "rank         0" in text, "the layout itself is sound, so it is drawn"
 
 
+def test_pipeline_stages_are_refused_before_anything_is_started(ep, small):
+    code, text = ep("plan", small, "--pp", "2", "--tp", "2", "--ep", "2")
+    assert code == 1
+    assert "broken rule: pp_size=2: pipeline stages are not in this release" in text
+    assert text.count("broken rule") == 1
+
+
+def test_no_tp_rule_at_all(ep, small, tmp_path):
+    """The layout that the deprecated flag means: experts over the TP ranks, dense modules whole."""
+    (tmp_path / "layout.json").write_text('{"tp_size": 4, "ep_size": 4, "tp_plan": {}}')
+    code, text = ep("plan", small, "--layout", tmp_path / "layout.json")
+    assert code == 0
+    assert re.search(r"q_proj +2 +- ", text)
+    (tmp_path / "flag.json").write_text('{"tp_size": 4, "enable_expert_parallel": true}')
+    with pytest.warns(FutureWarning):
+        assert ep("plan", small, "--layout", tmp_path / "flag.json") == (code, text)
+
+
 def test_a_dense_model_has_no_expert_plan(ep):
     code, text = ep("plan", "llama", "--tp", "2", "--ep", "2")
     assert code == 1

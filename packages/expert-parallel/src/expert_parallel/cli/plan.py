@@ -23,7 +23,7 @@ from ep_plans.patterns import rule_for, wildcard
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
-from expert_parallel.cli.models import build_on_meta, read_config
+from expert_parallel.cli.models import build_on_meta, check_rules, read_config
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -147,7 +147,7 @@ def broken_rules(model: nn.Module, fields: dict[str, Any], processes: int | None
             config = DistributedConfig.from_dict({**fields, **changes})
             if processes is not None and not changes:
                 config.layout.check_world_size(processes)
-            resolve_plans(model, config)
+            check_rules(model, config)
         except ValueError as error:
             text = " ".join(str(error).split())
             if text not in found:
