@@ -114,6 +114,7 @@ def load(
     dtype: torch.dtype | str,
     *,
     from_scratch: bool = False,
+    seed: int = 0,
 ) -> Any:
     """The causal language model of a folder or hub name, sharded; every rank must call.
 
@@ -121,7 +122,9 @@ def load(
         name: where it is; with ``from_scratch`` a model type will do.
         layout: how to shard it.
         dtype: of its parameters; ``"auto"``: as saved, or as its config says.
-        from_scratch: with random weights, the same in every layout.
+        from_scratch: with random weights, the same in every layout. The whole model is in each
+            rank's memory until it is sharded.
+        seed: of the random weights.
     """
     from expert_parallel.auto import AutoModelForCausalLM
     from expert_parallel.parallel import parallelize
@@ -131,5 +134,5 @@ def load(
     config = read_config(name)
     if isinstance(dtype, str):
         dtype = getattr(config, "dtype", None) or torch.float32
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return parallelize(AutoModelForCausalLM.from_config(config, dtype=dtype), layout)

@@ -156,7 +156,13 @@ def run(content: dict[str, Any]) -> None:
     job = TrainJob.from_dict(content["job"])
     ids: dict[str, str] = content.get("ids") or {}
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer or job.model)
-    model = load(job.model, job.config, torch_dtype(job.dtype), from_scratch=job.from_scratch)
+    model = load(
+        job.model,
+        job.config,
+        torch_dtype(job.dtype),
+        from_scratch=job.from_scratch,
+        seed=job.training.get("seed", 0),
+    )
     data = _blocks(job.data, ids.get("train"), tokenizer, job)
     held_out = _blocks(job.eval_data, ids.get("eval"), tokenizer, job) if job.eval_data else None
     arguments = job.arguments(model.device.type)
