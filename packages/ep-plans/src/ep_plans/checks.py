@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
+from ep_dispatch import EPImplementationInterface
 from ep_mesh import DistributedConfig
 
 _SHARDED = "colwise"
-_GATHERED = ("colwise_rep", "colwise_gather_output")
-_SPLIT_INPUT = ("rowwise_rep", "rowwise_split_input")
+# Whether a style's output is in parts, and whether its input is; without a rule both are whole.
+_OUTPUT_IN_PARTS = {
+    "colwise": True,
+    "packed_colwise": True,
+    "colwise_rep": False,
+    "colwise_gather_output": False,
+    "rowwise": False,
+    "packed_rowwise": False,
+    "rowwise_rep": False,
+    "rowwise_split_input": False,
+    "replicate": False,
+}
+_INPUT_IN_PARTS = dict.fromkeys(_OUTPUT_IN_PARTS, False) | {"rowwise": True, "packed_rowwise": True}
+# Projections that feed one other, as their modules call them.
+_PAIRS = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("q_b_proj", "kv_b_proj"), "o_proj"),
+    (("q_proj", "kv_b_proj"), "o_proj"),
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,12 +59,13 @@ def num_experts_of(experts: nn.Module) -> int | None:
 
 
 def check_experts(
-    model: nn.Module, experts: Iterable[str], ep: Mapping[str, str], config: DistributedConfig
+    model: nn.Module, experts: Collection[str], ep: Mapping[str, str], config: DistributedConfig
 ) -> None:
     """Experts divide over the EP ranks, and a masking plan has `ep_size == tp_size`.
 
     Raises:
-        ValueError: with the sizes that would fit.
+        ValueError: with the sizes that would fit; or `ep_implementation` is unknown or needs ranks
+            that share a batch where they don't.
     """
     masking = [name for name in experts if ep[name] == "moe_tp_experts"]
     if masking and config.ep_size != config.tp_size:
@@ -58,39 +79,59 @@ def check_experts(
         number = num_experts_of(module)
         if number is not None:
             config.check_experts(number)
+    if len(masking) < len(experts):
+        _check_implementation(config)
 
 
-def check_pairs(tp: Mapping[str, str]) -> None:
+def _check_implementation(config: DistributedConfig) -> None:
+    name = config.ep_implementation
+    shared = config.ep_size == config.tp_size and not (
+        config.enable_sequence_parallel and config.tp_size > 1
+    )
+    if EPImplementationInterface.get(name).needs_shared_batch and not shared:
+        raise ValueError(
+            f"ep_implementation={name!r} needs an EP group that shares one batch: ep_size == tp_size "
+            f"and no sequence parallelism, got ep_size={config.ep_size}, tp_size={config.tp_size}, "
+            f"enable_sequence_parallel={config.enable_sequence_parallel}. Use 'all_to_all' or 'auto'."
+        )
+
+
+def check_pairs(model: nn.Module, tp: Mapping[str, str]) -> None:
     """Projections that feed each other are sharded alike.
 
     Raises:
         ValueError: naming the rules and the two ways in which they fit.
     """
-    parents: dict[str, dict[str, str]] = {}
-    for name, style in tp.items():
-        parent, _, child = name.rpartition(".")
-        parents.setdefault(parent, {})[child] = style
-    for parent, rules in parents.items():
-        for inputs, output in (
-            (("q_proj", "k_proj", "v_proj"), "o_proj"),
-            (("gate_proj", "up_proj"), "down_proj"),
-        ):
-            if output in rules and all(name in rules for name in inputs):
-                _check_pair(parent, {name: rules[name] for name in (*inputs, output)}, output)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in tp):
+        children = dict(model.get_submodule(parent).named_children())
+        for inputs, output in _PAIRS:
+            names = (*inputs, output)
+            if all(isinstance(children.get(name), nn.Linear) for name in names):
+                rules = {name: tp.get(f"{parent}.{name}") for name in names}
+                if not _fit_together(rules, output):
+                    raise ValueError(_misfit(parent, rules, output))
 
 
-def _check_pair(parent: str, rules: dict[str, str], output: str) -> None:
-    inputs = [style for name, style in rules.items() if name != output]
-    sharded = all(style == _SHARDED for style in inputs) and rules[output] == "rowwise"
-    gathered = all(style in _GATHERED for style in inputs) and rules[output] in _SPLIT_INPUT
-    known = {_SHARDED, "rowwise", *_GATHERED, *_SPLIT_INPUT}
-    if sharded or gathered or not set(rules.values()) <= known:
-        return
-    first = ", ".join(name for name in rules if name != output)
-    raise ValueError(
-        f"The TP rules of {parent} do not fit together: {rules}. Either {first} are all 'colwise' "
-        f"and {output} is 'rowwise', or {first} are all 'colwise_rep' and {output} is "
-        "'rowwise_split_input'. Override them together."
+def _fit_together(rules: Mapping[str, str | None], output: str) -> bool:
+    if any(style not in _OUTPUT_IN_PARTS for style in rules.values() if style is not None):
+        return True  # a style of the user's: we cannot know
+    given = {
+        style is not None and _OUTPUT_IN_PARTS[style]
+        for name, style in rules.items()
+        if name != output
+    }
+    last = rules[output]
+    return given == {last is not None and _INPUT_IN_PARTS[last]}
+
+
+def _misfit(parent: str, rules: Mapping[str, str | None], output: str) -> str:
+    told = ", ".join(f"{name}: {style or 'no rule'}" for name, style in rules.items())
+    first = " and ".join(name for name in rules if name != output)
+    packed = "packed_" if "gate_up_proj" in rules else ""
+    return (
+        f"The TP rules of {parent} do not fit together ({told}). Either {first} get "
+        f"'{packed}colwise' and {output} gets 'rowwise', or {first} get 'colwise_rep' and {output} "
+        "gets 'rowwise_split_input' (or none of them gets a rule). Override them together."
     )
 
 

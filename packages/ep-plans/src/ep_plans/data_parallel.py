@@ -75,7 +75,7 @@ class _Units:
         over_tp = [p for name, p in named if shardings[name].data_axis == "fsdp_tp"]
         # Keyed by the parameters as they are now: `fully_shard` asks before it replaces them.
         self.meshes = dict.fromkeys(over_tp, self._data_mesh("fsdp_tp")) if over_tp else {}
-        self.empty = self._leave_out_empty()
+        self.left_out = self._left_out() | self._empty() or None
 
     def shard(self, names: list[str], *, reshard: bool | None, float32: bool = False) -> None:
         """Make one unit of modules, over the dense mesh."""
@@ -86,7 +86,7 @@ class _Units:
             mesh=self.dense_mesh,
             reshard_after_forward=reshard,
             shard_placement_fn=place,
-            ignored_params=self.empty,
+            ignored_params=self.left_out,
             **self._policies(float32=float32),
         )
 
@@ -117,13 +117,18 @@ class _Units:
         owners = {
             name.rpartition(".")[0]
             for name, sharding in self.shardings.items()
-            if sharding.float32 and sharding.data_axis != "efsdp"
+            if sharding.float32 and sharding.data_axis in ("fsdp", "fsdp_tp")
         }
         for name in sorted(owners, key=lambda name: name.count("."), reverse=True):
             if name:
                 self.shard([name], reshard=True, float32=True)
 
-    def _leave_out_empty(self) -> set[nn.Parameter] | None:
+    def _left_out(self) -> set[nn.Parameter]:
+        """The parameters that the plan gives no data axis."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {p for name, p in named if self.shardings[name].data_axis is None}
+
+    def _empty(self) -> set[nn.Parameter]:
         """The parameters of which this rank has nothing after the cut over TP (few features).
 
         FSDP2 can't reduce empty gradients. The ranks of an FSDP group share their place on the TP
@@ -135,7 +140,7 @@ class _Units:
             if own and self.config.fsdp_mixed_precision:
                 module.__dict__[EMPTY_DTYPE] = torch.bfloat16
             empty |= set(own)
-        return empty or None
+        return empty
 
     def _with_sharers(self, names: list[str]) -> list[str]:
         """The modules, and those elsewhere that share a parameter with them (a tied head).

@@ -26,20 +26,25 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if norm_type <= 0:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     world = dist.get_world_size() if dist.is_initialized() else 1
-    total: Tensor | None = None
-    for grad in grads:
-        part = _local_power(grad, norm_type, world)
-        total = part if total is None else _join(total, part, norm_type)
-    if total is None:
-        device = parameters[0].device if parameters else torch.device("cpu")
-        total = torch.zeros((), device=device)
-    if world > 1:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op)
-    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    first = _local(parameters[0]) if parameters else torch.zeros(())
+    parts = [_local_power(grad, norm_type, world).to(first.device) for grad in grads]
+    # In float64, so that squares of very large and very small norms stay in range.
+    total = torch.stack([torch.zeros((), dtype=torch.float64, device=first.device), *parts])
+    if math.isinf(norm_type):
+        norm = _greatest(total.amax(), world)
+    else:
+        power = total.sum()
+        if world > 1:
+            dist.all_reduce(power)
+        norm = power.pow(1.0 / norm_type)
+    dtype = torch.float32
+    for p in parameters:
+        dtype = torch.promote_types(dtype, p.dtype)
+    return norm.to(dtype)
 
 
 def clip_grad_norm_(
@@ -98,17 +103,22 @@ def _copies(grad: Tensor, world: int) -> float:
 
 
 def _local_power(grad: Tensor, norm_type: float, world: int) -> Tensor:
-    """This rank's share of the sum of |g|^p (or of the maximum)."""
+    """This rank's share of the sum of |g|^p (or its maximum), in float64."""
     values = _local(grad)
-    wide = torch.promote_types(values.dtype, torch.float32)
     if math.isinf(norm_type):
-        return values.abs().amax().to(wide) if values.numel() else values.new_zeros((), dtype=wide)
-    norm = torch.linalg.vector_norm(values, norm_type, dtype=wide)
+        most = values.abs().amax() if values.numel() else values.new_zeros(())
+        return most.to(torch.float64)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(torch.float64)
     power: Tensor = norm.pow(norm_type) / _copies(grad, world)
     return power
 
 
-def _join(total: Tensor, part: Tensor, norm_type: float) -> Tensor:
-    wide = torch.promote_types(total.dtype, part.dtype)
-    total, part = total.to(wide), part.to(total.device, wide)
-    return torch.maximum(total, part) if math.isinf(norm_type) else total + part
+def _greatest(value: Tensor, world: int) -> Tensor:
+    """The maximum over the world, NaN if one rank has NaN: backends differ in what they make of it."""
+    if world == 1:
+        return value
+    is_nan = value.isnan()
+    both = torch.stack([value.masked_fill(is_nan, 0.0), is_nan.to(value.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return both[0].masked_fill(both[1] > 0, math.nan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ep_dispatch import ExpertsForward
 from ep_dispatch.collectives import copy_to_group
@@ -73,10 +76,11 @@ def parallelize(
 
     Raises:
         ValueError: as `resolve_plans`; the mesh is of another layout; the ranks hold different
-            values; the model is parallel already. Nothing is changed then.
+            models; the model is parallel already. Nothing is changed then.
         NotImplementedError: `pp_size > 1`.
 
-    Cost: one small all-gather for a built model (do the values agree), none on the meta device.
+    Cost: an all-reduce of two numbers (do the ranks agree), for a built model one more of two
+    numbers per parameter.
     """
     if parallel_state(model) is not None:
         raise ValueError(
@@ -89,37 +93,57 @@ def parallelize(
             f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
             "fsdp_size and ep_size."
         )
+    _check_same_model(model, mesh, config)
     plans = resolve_plans(model, config) if plans is None else plans
     shardings = plan_parameters(model, plans, config)
-    _check_same_values(model, mesh)
 
     _cut_parameters(model, mesh, config, shardings)
     _install_styles(model, mesh, config, plans, shardings, experts_forward or own_experts_forward)
-    _sum_partial_gradients(model, mesh, shardings)
+    _reduce_gradients(model, mesh, shardings)
     if config.enable_sequence_parallel and config.tp_size > 1:
         install_sequence_parallel(model, plans, mesh.group("tp"))
     _show_plans(model, plans)
     apply_fsdp(model, mesh, config, plans, shardings)
+    _move_rest(model, mesh.device)
     setattr(model, _STATE, ParallelState(mesh, config, plans, shardings))
     return model
 
 
-def _check_same_values(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Each rank cuts its part out of its own copy, so the copies must be equal."""
-    real = [p.detach() for p in model.parameters() if not p.is_meta]
-    if not real or dist.get_world_size() == 1:
+def _check_same_model(model: nn.Module, mesh: ParallelMesh, config: DistributedConfig) -> None:
+    """Each rank cuts its part out of its own copy, so all must start from the same."""
+    if dist.get_world_size() == 1:
         return
-    sums = torch.stack([p.double().abs().sum().to(mesh.device) for p in real])
-    least, most = sums.clone(), sums.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if not torch.equal(least, most):
-        index = int((least != most).nonzero()[0])
-        name = [name for name, p in model.named_parameters() if not p.is_meta][index]
+    facts = [config.to_dict()] + [
+        [name, list(p.shape), str(p.dtype), p.is_meta, p.requires_grad]
+        for name, p in model.named_parameters()
+    ]
+    text = json.dumps(facts, sort_keys=True, default=str).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:6])  # exact in float64
+    if not _agrees(torch.tensor([float(digest)], dtype=torch.float64), mesh).all():
+        raise ValueError(
+            f"The ranks were given different configurations, or different {type(model).__name__} "
+            "models (names, shapes, dtypes, frozen parameters, some built and some on the meta "
+            "device). Call parallelize with the same on every rank."
+        )
+    built = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
+    if not built:
+        return
+    sums = torch.stack([p.double().abs().sum().to(mesh.device) for p in built.values()])
+    same = _agrees(sums.nan_to_num(), mesh)
+    if not same.all():
+        name = list(built)[int(same.logical_not().nonzero()[0])]
         raise ValueError(
             f"The ranks hold different values of {name} (and perhaps of others). Build the model "
             "with the same seed on every rank, or load it."
         )
+
+
+def _agrees(values: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Which of `values`, of the same number on every rank, are equal on all ranks."""
+    both = torch.cat([values, -values]).to(mesh.device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    most, least = both.chunk(2)
+    return most == -least
 
 
 def _cut_parameters(
@@ -181,24 +205,31 @@ def _install_styles(
         attention.num_key_value_groups = ratio  # type: ignore[assignment]
 
 
-def _sum_partial_gradients(
+def _reduce_gradients(
     model: nn.Module, mesh: ParallelMesh, shardings: Mapping[str, ParameterSharding]
 ) -> None:
+    """Let autograd reduce the gradients that FSDP doesn't, or not over all of their ranks."""
     owners: dict[str, dict[str, ParameterSharding]] = {}
     for name, sharding in shardings.items():
-        if sharding.partial_over is not None:
+        if sharding.partial_over is not None or sharding.mean_over is not None:
             owner, _, parameter_name = name.rpartition(".")
             owners.setdefault(owner, {})[parameter_name] = sharding
     for owner, parts in owners.items():
-        _sum_partial(model.get_submodule(owner), parts, mesh)
+        _reduce_gradients_of(model.get_submodule(owner), parts, mesh)
 
 
-def _sum_partial(
+def _reduce_gradients_of(
     module: nn.Module, parts: Mapping[str, ParameterSharding], mesh: ParallelMesh
 ) -> None:
     def change(name: str, value: Tensor) -> Tensor:
         sharding = parts.get(name)
-        if sharding is None or sharding.partial_over is None:
+        if sharding is None:
+            return value
+        if sharding.mean_over is not None:
+            size = mesh.size(sharding.mean_over)
+            value = copy_to_group(value, _group_or_none(mesh, sharding.mean_over))
+            value = scale_gradient(value, 1.0 / size)
+        if sharding.partial_over is None:
             return value
         if sharding.data_axis == "fsdp_tp":
             # FSDP takes the mean over the TP ranks too, so `tp` times a part makes the sum.
@@ -214,6 +245,17 @@ def _sum_partial(
 
 def _group_or_none(mesh: ParallelMesh, axis: str) -> ProcessGroup | None:
     return mesh.group(axis) if mesh.size(axis) > 1 else None
+
+
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Move buffers, and parameters that are not sharded, to where the sharded ones are."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not (isinstance(parameter, DTensor) or parameter.is_meta):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
 
 
 def _show_plans(model: nn.Module, plans: Plans) -> None:

@@ -11,6 +11,11 @@ A rank calls backward on its own batch's loss. The right gradient is the mean ov
   `fsdp * tp` ranks (`fsdp_over_tp`) the mean over that larger group is right as it is. If each rank
   has only a part of the gradient (a norm over its own heads, anything that runs on sequence
   slices), the part is multiplied by `tp` before that mean, which makes it the sum.
+
+[Note: what FSDP leaves out]
+An FSDP unit has one dtype, and its parameters have at least one dimension. A parameter kept in
+float32 beside others of its module (attention sinks, decay rates) and a scalar stay whole on every
+rank; autograd takes the mean of their gradients over the batches.
 """
 
 from __future__ import annotations
@@ -50,19 +55,40 @@ def plan_parameters(
         partial[name] = None if cuts[name] else _partial_over(model, plans, name, on_slices)
     over_tp = uses_fsdp_over_tp(model, plans, config, cuts)
     data_parallel = config.dp_size > 1 or over_tp
-    float32 = float32_parameters(model)
+    float32 = float32_parameters(model, mixed_precision=config.fsdp_mixed_precision)
+    left_out = _not_for_fsdp(model, plans, float32) if data_parallel else set()
 
     def data_axis(name: str) -> str | None:
         if is_below(name, plans.experts):
             return "efsdp"
-        if not data_parallel:
+        if not data_parallel or name in left_out:
             return None
         return "fsdp_tp" if over_tp and cuts[name] is None else "fsdp"
 
     return {
-        name: ParameterSharding(cuts[name], data_axis(name), partial[name], name in float32)
+        name: ParameterSharding(
+            cuts[name],
+            data_axis(name),
+            partial[name],
+            "dp" if name in left_out and config.dp_size > 1 else None,
+            name in float32,
+        )
         for name in cuts
     }
+
+
+def _not_for_fsdp(model: nn.Module, plans: Plans, float32: set[str]) -> set[str]:
+    """Scalars, and parameters kept in float32 in a module that has others too."""
+    found = set()
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{module_name}." if module_name else ""
+        below = [name for name, _ in module.named_parameters(prefix.removesuffix("."))]
+        mixed = not float32.issuperset(below)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{prefix}{name}"
+            if parameter.ndim == 0 or (mixed and path in float32):
+                found.add(path)
+    return {name for name in found if not is_below(name, plans.experts)}
 
 
 def uses_fsdp_over_tp(
@@ -84,22 +110,23 @@ def uses_fsdp_over_tp(
     return whole * (1 - 1 / config.tp_size) > _WORTH_SHARDING * (whole + part)
 
 
-def float32_parameters(model: nn.Module) -> set[str]:
-    """The parameters that the model wants in float32 though its dtype is a half precision."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> set[str]:
+    """The parameters that the model wants in float32 though it computes in a half precision."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    dtypes = {p.dtype for p in named.values() if p.is_floating_point()}
     patterns: set[str] = set()
-    if dtypes & {torch.float16, torch.bfloat16}:
+    if mixed_precision or dtypes & {torch.float16, torch.bfloat16}:
         patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if torch.float16 in dtypes:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     kept = {
         name
-        for name, p in model.named_parameters()
-        if p.dtype is torch.float32 and dtypes - {p.dtype}
+        for name, p in named.items()
+        if p.dtype is torch.float32 and dtypes & {torch.float16, torch.bfloat16}
     }
     for pattern in patterns:
         search = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
-        kept |= {name for name, _ in model.named_parameters() if search(name)}
+        kept |= {name for name in named if search(name)}
     return kept
 
 
@@ -138,7 +165,10 @@ def _partial_over(model: nn.Module, plans: Plans, name: str, on_slices: set[str]
     # An uncut parameter inside experts meets its own rank's rows only.
     if is_below(name, plans.experts):
         return "ep"
-    style = plans.tp.get(name) or plans.tp.get(name.rpartition(".")[0])
-    if style is not None and STYLES[style].partial_gradients:
+    if name in on_slices:
         return "tp"
-    return "tp" if name in on_slices else None
+    # The innermost rule for it, for its module or for one around that.
+    parts = name.split(".")
+    paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    style = next((plans.tp[path] for path in paths if path in plans.tp), None)
+    return "tp" if style is not None and STYLES[style].partial_gradients else None

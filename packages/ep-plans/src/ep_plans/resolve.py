@@ -106,8 +106,11 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
         fsdp_rules=rules["fsdp_plan"],
     )
     check_experts(model, plans.experts, ep, config)
-    check_pairs(tp)
+    check_pairs(model, tp)
     check_attention(model, tp, config.tp_size)
+    for name, style in (*tp.items(), *ep.items()):
+        if name in names.modules:
+            STYLES[style].check(model, name)
     return plans
 
 

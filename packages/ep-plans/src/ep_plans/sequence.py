@@ -7,7 +7,8 @@ a layer a child is one of three:
   parameters is summed over the group;
 - a block with dispatched experts: router and experts take the slice as it is; a shared expert with TP
   rules is a region of its own;
-- a region (attention, a dense MLP with TP rules): its input is gathered, its output split again.
+- a region (attention, a dense MLP, a block whose experts mask routes or are sharded by TP): its input
+  is gathered, its output split again.
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022).
 
 Shapes: B batch, S sequence, H hidden size; a slice is [B, S / tp, H], or [B * S / tp, H] inside a block.
@@ -31,18 +32,46 @@ from ep_dispatch.collectives import (
 )
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
+from ep_plans.styles import STYLES, Scope
 from ep_plans.styles.base import Forward, around_forward, change_input, change_output
 
 # Children that work token by token whatever their parameters look like.
 _TOKENWISE = ("gate", "router", "shared_expert_gate")
 
 
+_MARK = "_ep_sequence"
+
+
 @dataclass
 class _Sequence:
-    """The whole batch whose slices the layers see, set where the split is done."""
+    """The whole batch whose slices the layer at work sees, which a slice doesn't tell.
+
+    Set where the split is done, and noted on the tensors that the layers pass on. A layer that is run
+    again for its backward (activation checkpointing), perhaps after another batch, finds it there.
+    """
 
     batch: int = 0
     size: int = 0
+
+    def note(self, *values: Any) -> None:
+        for tensor in _tensors(values):
+            setattr(tensor, _MARK, (self.batch, self.size))
+
+    def recall(self, *values: Any) -> None:
+        for tensor in _tensors(values):
+            if (found := getattr(tensor, _MARK, None)) is not None:
+                self.batch, self.size = found
+                return
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 def install_sequence_parallel(model: nn.Module, plans: Plans, group: ProcessGroup) -> None:
@@ -59,12 +88,24 @@ def install_sequence_parallel(model: nn.Module, plans: Plans, group: ProcessGrou
             sequence.batch, sequence.size = x.shape[0], x.shape[1]
             return split_over_group(x, group, 1)
 
-        return change_input(split, args, kwargs)
+        changed = change_input(split, args, kwargs)
+        sequence.note(args, kwargs)
+        return changed
+
+    def recall(module: nn.Module, args: Any, kwargs: Any) -> None:
+        sequence.recall(args, kwargs)
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        sequence.note(output)
 
     def gather_last(module: nn.Module, args: Any, output: Any) -> Any:
         return change_output(lambda x: gather_over_group(x, group, 1, size=sequence.size), output)
 
     layers[0].register_forward_pre_hook(split_first, with_kwargs=True)
+    for layer in layers[1:]:
+        layer.register_forward_pre_hook(recall, with_kwargs=True)
+    for layer in layers[:-1]:
+        layer.register_forward_hook(note)
     layers[-1].register_forward_hook(gather_last)
     for name, _ in _regions(layers_name, layers, plans):
         _install_region(model.get_submodule(name), group, sequence)
@@ -77,7 +118,7 @@ def partial_on_slices(model: nn.Module, plans: Plans) -> set[str]:
     return {
         f"{layers_name}.{name}"
         for name, _ in layers.named_parameters()
-        if not is_below(f"{layers_name}.{name}", (*regions, *plans.experts))
+        if not is_below(f"{layers_name}.{name}", (*regions, *_dispatched(plans)))
     }
 
 
@@ -101,20 +142,35 @@ def decoder_layers(model: nn.Module, plans: Plans) -> tuple[str, nn.ModuleList]:
     return max(with_experts or lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
+def _dispatched(plans: Plans) -> list[str]:
+    return [name for name in plans.experts if STYLES[plans.ep[name]].dispatches]
+
+
 def _regions(
     layers_name: str, layers: nn.ModuleList, plans: Plans
 ) -> Iterator[tuple[str, nn.Module]]:
+    dispatched = _dispatched(plans)
     for index, layer in enumerate(layers):
-        yield from _regions_of(f"{layers_name}.{index}", layer, plans)
+        for name, module in _regions_of(f"{layers_name}.{index}", layer, dispatched):
+            style = plans.ep.get(name) or plans.tp.get(name)
+            if style is not None and STYLES[style].scope is Scope.EXPERTS:
+                raise ValueError(
+                    f"enable_sequence_parallel=True: the experts {name} lie beside their router, not "
+                    f"in a block with it, and {style!r} needs both to see the whole sequence. Override "
+                    "it with 'ep_dispatch_experts' (ep_size > 1), which takes slices."
+                )
+            yield name, module
 
 
-def _regions_of(name: str, module: nn.Module, plans: Plans) -> Iterator[tuple[str, nn.Module]]:
+def _regions_of(
+    name: str, module: nn.Module, dispatched: list[str]
+) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}"
-        if path in plans.experts or child_name in _TOKENWISE:
+        if path in dispatched or child_name in _TOKENWISE:
             continue
-        if any(is_below(expert, (path,)) for expert in plans.experts):
-            yield from _regions_of(path, child, plans)
+        if any(is_below(experts, (path,)) for experts in dispatched):
+            yield from _regions_of(path, child, dispatched)
         elif not _is_norm(child):
             yield path, child
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,13 +58,16 @@ class ParameterSharding:
         data_axis: the axis FSDP shards it on ("fsdp", "fsdp_tp" or "efsdp"); None: not by FSDP.
         partial_over: the axis over which each rank has only a part of its gradient, to be summed
             ("tp" or "ep"); None where each rank has the whole.
+        mean_over: the axis over whose ranks autograd takes the gradient's mean ("dp"), where FSDP
+            doesn't do it; None where it does or where there is one batch.
         float32: kept in float32 whatever the model's dtype.
     """
 
     cut: Cut | None = None
     data_axis: str | None = None
     partial_over: str | None = None
-    float32: bool = field(default=False)
+    mean_over: str | None = None
+    float32: bool = False
 
     def local_shape(self, shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
         """The shape of what `rank` holds of a parameter of `shape`."""
@@ -117,7 +120,7 @@ def cut_tensor(tensor: Tensor, dim: int, parts: int, index: int, packs: int = 1)
 
 
 def shard_tensor(tensor: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of `tensor` as a DTensor on `mesh`; no communication.
+    """This rank's part of `tensor` as a DTensor on `mesh`, in memory of its own; no communication.
 
     Args:
         tensor: the whole tensor, the same on every rank of `mesh`, or on the meta device.
@@ -126,6 +129,8 @@ def shard_tensor(tensor: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
     """
     index = mesh.get_local_rank(0)
     local = cut_tensor(tensor, cut.dim, mesh.size(0), index, cut.packs).contiguous()
+    if local.untyped_storage().nbytes() > local.nbytes:
+        local = local.clone()  # a view would keep the whole tensor alive
     placements = [cut.placement, *[Replicate()] * (mesh.ndim - 1)]
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()

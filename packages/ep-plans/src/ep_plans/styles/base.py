@@ -91,8 +91,45 @@ class Style:
         """
         return None
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """Raise a ValueError if the style can't work on the module `name` of `model`.
+
+        Called with every rule before anything is changed.
+        """
+
     def install(self, context: Context) -> None:
         """Change how `context.module` runs. Called once, after its parameters are cut."""
+
+
+def size_of(module: nn.Module, attribute: str, name: str, style: str) -> int:
+    """A size that a style needs of a module.
+
+    Raises:
+        ValueError: the module has no such attribute.
+    """
+    size = getattr(module, attribute, None)
+    if not isinstance(size, int):
+        raise ValueError(
+            f"{name}: the style {style!r} needs a module with `{attribute}`, "
+            f"got {type(module).__name__}."
+        )
+    return size
+
+
+def size_near(model: nn.Module, name: str, module: nn.Module, attribute: str, style: str) -> int:
+    """A size that a style needs: of `module`, of its config, or of the model's.
+
+    Raises:
+        ValueError: none of them has it.
+    """
+    for owner in (module, getattr(module, "config", None), getattr(model, "config", None)):
+        size = getattr(owner, attribute, None)
+        if isinstance(size, int):
+            return size
+    raise ValueError(
+        f"{name}: the style {style!r} needs `{attribute}` on {type(module).__name__} or in the "
+        "model's config, and neither has it."
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -133,7 +170,9 @@ def local_parameters(
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        value = local(parameter)
+        # What somebody around shows already, else the parameter itself.
+        shown = module.__dict__.get(name)
+        value = shown if isinstance(shown, Tensor) else local(parameter)
         if empty_dtype is not None and value.numel() == 0:
             value = value.to(empty_dtype)
         if change is not None:

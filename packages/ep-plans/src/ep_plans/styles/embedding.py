@@ -20,6 +20,7 @@ from ep_plans.styles.base import (
     around_forward,
     attributes,
     local_parameters,
+    size_of,
 )
 
 
@@ -33,15 +34,14 @@ class EmbeddingRowwise(Style):
         """The vocabulary, the first dimension."""
         return 0, 1
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """The vocabulary's size is known."""
+        size_of(model.get_submodule(name), "num_embeddings", name, "embedding_rowwise")
+
     def install(self, context: Context) -> None:
         """Look up the local ids, zero the others, sum over the group."""
         module, group = context.module, context.group
-        size = getattr(module, "num_embeddings", None)
-        if not isinstance(size, int):
-            raise ValueError(
-                f"{context.name}: 'embedding_rowwise' needs an nn.Embedding, "
-                f"got {type(module).__name__}."
-            )
+        size = size_of(module, "num_embeddings", context.name, "embedding_rowwise")
         start, end = chunk_bounds(size, group_size(group), group_rank(group))
         padding = getattr(module, "padding_idx", None)
         here = None if padding is None or not start <= padding < end else padding - start
@@ -72,15 +72,14 @@ class EmbeddingColwise(Style):
         """The hidden dimension, the last one."""
         return ndim - 1, 1
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """The hidden size is known."""
+        size_of(model.get_submodule(name), "embedding_dim", name, "embedding_colwise")
+
     def install(self, context: Context) -> None:
         """Look up the slices, gather them."""
         module, group = context.module, context.group
-        size = getattr(module, "embedding_dim", None)
-        if not isinstance(size, int):
-            raise ValueError(
-                f"{context.name}: 'embedding_colwise' needs an nn.Embedding, "
-                f"got {type(module).__name__}."
-            )
+        size = size_of(module, "embedding_dim", context.name, "embedding_colwise")
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             with local_parameters(module):

@@ -22,6 +22,7 @@ from ep_plans.styles.base import (
     call_arguments,
     local,
     local_parameters,
+    size_near,
 )
 
 
@@ -40,6 +41,10 @@ class DispatchExperts(Style):
 
     scope = Scope.EXPERTS
     dispatches = True
+
+    def check(self, model: nn.Module, name: str) -> None:
+        """The number of experts is known."""
+        check_dispatched(model, name)
 
     def install(self, context: Context) -> None:
         """Replace the forward `(hidden_states, top_k_index, top_k_weights) -> output`."""
@@ -61,18 +66,14 @@ class MaskedRouter(Style):
 
     scope = Scope.ROUTER
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """The number of experts is known."""
+        size_near(model, name, model.get_submodule(name), "num_experts", "ep_router")
+
     def install(self, context: Context) -> None:
         """Change the router's weights and ids."""
         module, group = context.module, context.group
-        number = getattr(module, "num_experts", None)
-        if not isinstance(number, int):
-            config = getattr(module, "config", None) or getattr(context.model, "config", None)
-            number = getattr(config, "num_experts", None)
-        if not isinstance(number, int):
-            raise ValueError(
-                f"{context.name}: the style 'ep_router' needs `num_experts` on "
-                f"{type(module).__name__} or in its config, and neither has it."
-            )
+        number = size_near(context.model, context.name, module, "num_experts", "ep_router")
         per_rank = number // group_size(group)
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -122,18 +123,26 @@ class SummedExperts(Style):
         around_forward(module, run)
 
 
-def build_implementation(context: Context) -> EPImplementation:
-    """The object that brings the experts of `context.module` their tokens."""
-    name = context.config.ep_implementation
-    experts = context.module
-    number = num_experts_of(experts)
-    if number is None:
+def check_dispatched(model: nn.Module, name: str) -> None:
+    """The number of experts of the module `name` is known.
+
+    Raises:
+        ValueError: it isn't.
+    """
+    experts = model.get_submodule(name)
+    if num_experts_of(experts) is None:
         raise ValueError(
-            f"{context.name}: cannot tell the number of experts of {type(experts).__name__}: it has "
+            f"{name}: cannot tell the number of experts of {type(experts).__name__}: it has "
             "neither `num_experts` nor a stacked weight."
         )
-    mesh = context.mesh
-    return EPImplementationInterface.get(name)(
+
+
+def build_implementation(context: Context) -> EPImplementation:
+    """The object that brings the experts of `context.module` their tokens."""
+    experts, mesh = context.module, context.mesh
+    number = num_experts_of(experts)
+    assert number is not None
+    return EPImplementationInterface.get(context.config.ep_implementation)(
         context.experts_forward(experts),
         num_local_experts=number,
         ep_group=mesh.group("ep"),

@@ -24,8 +24,9 @@ from ep_plans.styles.base import (
     Style,
     around_forward,
     change_input,
-    local,
     local_parameters,
+    size_near,
+    size_of,
 )
 
 
@@ -44,15 +45,15 @@ class Colwise(Style):
         """The output dimension: the last but one of a weight, the only one of a bias."""
         return max(ndim - 2, 0), self.packs
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """A gathered output needs to know its size."""
+        if self.gather_output:
+            size_of(model.get_submodule(name), "out_features", name, "colwise_gather_output")
+
     def install(self, context: Context) -> None:
         """Copy the input, run on the local weight, gather if asked."""
         module, group = context.module, context.group
-        size = getattr(module, "out_features", None)
-        if self.gather_output and not isinstance(size, int):
-            raise ValueError(
-                f"{context.name}: colwise with a gathered output needs a linear layer with "
-                f"`out_features`, got {type(module).__name__}."
-            )
+        size = getattr(module, "out_features", 0)
         copy_group = None
         if context.copies > 1:
             split = context.mesh.split_tp(context.mesh.size("tp") // context.copies)
@@ -66,7 +67,7 @@ class Colwise(Style):
             args, kwargs = change_input(lambda x: copy_to_group(x, group), args, kwargs)
             with local_parameters(module, weight):
                 output = forward(*args, **kwargs)
-            if self.gather_output and isinstance(size, int):
+            if self.gather_output:
                 output = gather_over_group(output, group, -1, size=size)
             return output
 
@@ -92,17 +93,22 @@ class Rowwise(Style):
         """Run on the local weight without the bias, sum over the group, add the bias."""
         module, group = context.module, context.group
 
-        def hide_bias(name: str, value: Tensor) -> Any:
-            return None if name == "bias" else value
-
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            bias: Tensor | None = None
+
+            def hide_bias(name: str, value: Tensor) -> Any:
+                nonlocal bias
+                if name != "bias":
+                    return value
+                bias = value
+                return None
+
             if self.split_input:
                 args, kwargs = change_input(lambda x: split_over_group(x, group, -1), args, kwargs)
             with local_parameters(module, hide_bias):
                 output = forward(*args, **kwargs)
             output = reduce_over_group(output, group)
-            bias = module._parameters.get("bias")
-            return output if bias is None else output + local(bias).to(output.dtype)
+            return output if bias is None else output + bias.to(output.dtype)
 
         around_forward(module, run)
 
@@ -114,21 +120,14 @@ class MlaKeyValue(Style):
     a rotary part, which goes straight to every rank's own heads: that part's gradient is summed here.
     """
 
+    def check(self, model: nn.Module, name: str) -> None:
+        """The rotary part's size is known."""
+        self._rotary_size(model, name)
+
     def install(self, context: Context) -> None:
         """Sum the gradient of the last `qk_rope_head_dim` output features over the group."""
         module, group = context.module, context.group
-        size = getattr(context.parent, "qk_rope_head_dim", None)
-        if not isinstance(size, int):
-            config = getattr(context.parent, "config", None) or getattr(
-                context.model, "config", None
-            )
-            size = getattr(config, "qk_rope_head_dim", None)
-        if not isinstance(size, int):
-            raise ValueError(
-                f"{context.name}: the style 'mla_kv_a_proj' needs `qk_rope_head_dim` on "
-                f"{type(context.parent).__name__} or in the model's config, and neither has it."
-            )
-        rope = size
+        rope = self._rotary_size(context.model, context.name)
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
@@ -136,3 +135,8 @@ class MlaKeyValue(Style):
             return torch.cat([latent, copy_to_group(rotary, group)], dim=-1)
 
         around_forward(module, run)
+
+    @staticmethod
+    def _rotary_size(model: nn.Module, name: str) -> int:
+        attention = model.get_submodule(name.rpartition(".")[0])
+        return size_near(model, name, attention, "qk_rope_head_dim", "mla_kv_a_proj")

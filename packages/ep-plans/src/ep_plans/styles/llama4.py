@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_plans.styles.base import Context, Forward, Scope, Style, around_forward, local
-from ep_plans.styles.experts import build_implementation
+from ep_plans.styles.experts import build_implementation, check_dispatched
 
 
 class DispatchLlama4(Style):
@@ -23,6 +23,10 @@ class DispatchLlama4(Style):
 
     scope = Scope.EXPERTS
     dispatches = True
+
+    def check(self, model: nn.Module, name: str) -> None:
+        """The number of experts is known."""
+        check_dispatched(model, name)
 
     def install(self, context: Context) -> None:
         """Replace the forward of the experts and of the block around them."""
