@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE on four ranks: tp=2, fsdp=2, ep=4.  The curves are in ``integration_tests``."""
+"""A tiny Qwen3-MoE on four ranks: tp=2, fsdp=2, ep=2.  The curves are in ``integration_tests``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ep_plans import parallelize
 from ep_testing import RankPool
 from ep_trainer import EPTrainer, ExpertLoad, Memory, Speed
 
-SIZES = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+SIZES = {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}
 LENGTH = 6
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Row i holds the token i + 1 everywhere; the label of a row is its tokens."""
+    """Row i begins with the token i + 1, others follow; the labels are the tokens."""
 
     def __init__(self, size: int, lengths: tuple[int, ...] = (LENGTH,)) -> None:
         self.size, self.lengths = size, lengths
@@ -33,7 +33,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index >= self.size:
             raise IndexError(index)  # what ends `for row in rows`
-        ids = torch.full((self.lengths[index % len(self.lengths)],), index + 1)
+        length = self.lengths[index % len(self.lengths)]
+        ids = (index + 7 * index * torch.arange(length) + 11 * torch.arange(length)) % 63 + 1
         return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -331,7 +332,7 @@ def measure(rank: int, folder: str, checkpointing: bool) -> tuple[Any, ...]:
     read = load.metrics
 
     def metrics() -> dict[str, float]:
-        counts.append([int(count.sum()) for count in load._counts.values()])
+        counts.append([int(count.sum() * load._weight) for count in load._counts.values()])
         return read()
 
     load.metrics = metrics
@@ -344,9 +345,11 @@ def measure(rank: int, folder: str, checkpointing: bool) -> tuple[Any, ...]:
 def test_meters_count_each_token_of_training_once(
     ranks: RankPool, tmp_path: Any, checkpointing: bool
 ) -> None:
-    tokens = 2 * 2 * LENGTH  # of a rank: two micro-batches of two rows
-    for counts, history, logs, memory in ranks.run(measure, str(tmp_path), checkpointing, world=4):
-        assert counts == [[tokens * 2] * 2] * 3, "two experts a token, in two layers"
+    results = ranks.run(measure, str(tmp_path), checkpointing, world=4)
+    routes = 2 * 2 * 2 * LENGTH * 2  # micro-batches, shards, rows, tokens, experts of a token
+    total = torch.tensor([counts for counts, *_ in results]).sum(0)
+    assert total.tolist() == [[routes] * 2] * 3, "in two layers, at three logs"
+    for _, history, logs, memory in results:
         assert [shares.shape for shares in history] == [(2, 8)] * 3
         assert all(torch.allclose(s.sum(1), torch.ones(2).double()) for s in history)
         assert logs[0]["expert_load_max"] >= 1
