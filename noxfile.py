@@ -81,6 +81,12 @@ def tests(session: nox.Session) -> None:
     run_dev(session, "pytest", *session.posargs)
 
 
+@nox.session(venv_backend="none", requires=["dev"])
+def demo(session: nox.Session) -> None:
+    """Train, save, load and generate on 8 CPU ranks; `-- OUTPUT --steps N` changes the run."""
+    run_dev(session, "python", "packages/expert-parallel/examples/demo.py", *session.posargs)
+
+
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def tests_alone(session: nox.Session, package: str) -> None:
