@@ -107,7 +107,7 @@ def check_pairs(model: nn.Module, tp: Mapping[str, str]) -> None:
         for inputs, output in _PAIRS:
             names = (*inputs, output)
             if all(isinstance(children.get(name), nn.Linear) for name in names):
-                rules = {name: tp.get(f"{parent}.{name}") for name in names}
+                rules = {name: tp.get(f"{parent}.{name}".lstrip(".")) for name in names}
                 if not _fit_together(rules, output):
                     raise ValueError(_misfit(parent, rules, output))
 

@@ -17,8 +17,20 @@ _LLAMA4_EP = {
     "layers.*.feed_forward.experts": "ep_dispatch_llama4",
 }
 
+# Before transformers 5.24 the released plan named modules that the model does not have.
+_ERNIE_VL_EP = {
+    f"layers.*.mlp.{block}.experts{weight}": style
+    for block in ("text_moe", "vision_moe")
+    for weight, style in (
+        (".gate_up_proj", "grouped_gemm"),
+        (".down_proj", "grouped_gemm"),
+        ("", "ep_dispatch_experts"),
+    )
+}
+
 _FAMILIES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "llama4_text": {"ep_plan": _LLAMA4_EP},
+    "ernie4_5_vl_moe_text": {"ep_plan": _ERNIE_VL_EP},
 }
 
 

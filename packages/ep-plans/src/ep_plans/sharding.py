@@ -70,7 +70,10 @@ class ParameterSharding:
     float32: bool = False
 
     def local_shape(self, shape: Sequence[int], layout: Layout, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds of a parameter of `shape`."""
+        """The shape of what `rank` holds of a parameter of `shape`.
+
+        Where that is nothing, because the cut leaves nothing, FSDP does not cut it further.
+        """
         here = layout.coordinates(rank)
         sizes = {**{axis: len(layout.group(axis, rank)) for axis in here}}
         here["fsdp_tp"] = here["fsdp"] * layout.tp + here["tp"]
@@ -87,7 +90,7 @@ class ParameterSharding:
                     self.cut.packs,
                 )
             )
-        if self.data_axis is not None and local:
+        if self.data_axis is not None and local and math.prod(local):
             start, end = chunk_bounds(local[0], sizes[self.data_axis], here[self.data_axis])
             local[0] = end - start
         return tuple(local)
