@@ -214,12 +214,12 @@ def report(folder: Path) -> None:
 
 def picture(found: dict[str, Any], file: Path) -> None:
     """Draw the loss and the experts' load."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     left.plot(found["steps"], found["loss"])
     left.set(title="Loss", xlabel="step", ylabel="nats per token")
     loads = torch.tensor(found["load"][-1]) * EXPERTS

@@ -90,7 +90,7 @@ class ParameterSharding:
                     self.cut.packs,
                 )
             )
-        if self.data_axis is not None and local and math.prod(local):
+        if self.data_axis is not None and local and all(local):
             start, end = chunk_bounds(local[0], sizes[self.data_axis], here[self.data_axis])
             local[0] = end - start
         return tuple(local)
