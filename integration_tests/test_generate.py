@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from dispatching import dispatching, name_of
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
 from ep_plans import parallel_state
@@ -17,11 +18,11 @@ from expert_parallel import AutoModelForCausalLM, OtherRankError
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"]
 LAYOUTS = [
-    {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
-    {"tp_size": 8, "ep_size": 8},
-    {"fsdp_size": 8, "ep_size": 8},
-    {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4},
-    {"tp_size": 4, "fsdp_size": 2, "ep_size": 8, "enable_sequence_parallel": True},
+    dispatching(tp_size=2, fsdp_size=4, ep_size=4),
+    dispatching(tp_size=8, ep_size=8),
+    dispatching(fsdp_size=8, ep_size=8),
+    dispatching(tp_size=2, fsdp_size=2, dp_replicate_size=2, ep_size=4),
+    dispatching(tp_size=4, fsdp_size=2, ep_size=8, enable_sequence_parallel=True),
 ]
 MIXED = LAYOUTS[0]
 MODES: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for layout in LAYOUTS
         if whole or family == FAMILIES[0] or layout is MIXED
     ]
-    names = ["-".join([family, *map(str, layout.values())]) for family, layout, _ in cases]
+    names = [f"{family}-{name_of(layout)}" for family, layout, _ in cases]
     metafunc.parametrize(("family", "layout", "modes"), cases, ids=names)
 
 
@@ -207,7 +208,7 @@ def test_prompt_lookup_works_for_one_batch(ranks: RankPool, folder: Path) -> Non
     options = {"max_new_tokens": 8, "prompt_lookup_num_tokens": 2, "do_sample": False}
 
     def look_up(rank: int) -> list[Any]:
-        layout = {"tp_size": 8, "ep_size": 8}
+        layout = dispatching(tp_size=8, ep_size=8)
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
         return model.generate(ids, **options).tolist()
 

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from dispatching import dispatching, name_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig as NativeConfig
@@ -22,11 +23,11 @@ from expert_parallel import AutoModelForCausalLM, OtherRankError, load_report
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"]
 LAYOUTS = [
-    {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
-    {"tp_size": 8, "ep_size": 8},
-    {"fsdp_size": 8, "ep_size": 8},
-    {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4},
-    {"tp_size": 4, "fsdp_size": 2},
+    dispatching(tp_size=2, fsdp_size=4, ep_size=4),
+    dispatching(tp_size=8, ep_size=8),
+    dispatching(fsdp_size=8, ep_size=8),
+    dispatching(tp_size=2, fsdp_size=2, dp_replicate_size=2, ep_size=4),
+    dispatching(tp_size=4, fsdp_size=2),
 ]
 MIXED = LAYOUTS[0]
 IDS = torch.tensor([[5, 9, 17, 33, 65, 2, 11]])
@@ -86,7 +87,7 @@ def held_bytes(model: torch.nn.Module) -> int:
     return total
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "-".join(map(str, sizes.values())))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_what_is_loaded_is_what_transformers_loads(
     ranks: RankPool, checkpoint: Path, layout: dict[str, int]
 ) -> None:
@@ -143,7 +144,7 @@ def test_missing_and_unexpected_weights_are_told_as_transformers_tells_them(
     assert "lm_head.weight" in plain["missing_keys"]
     assert "model.layers.0.mlp.experts.gate_up_proj" in plain["missing_keys"]
     values = []
-    for layout in (MIXED, {"tp_size": 8}, {"fsdp_size": 8, "ep_size": 8}):
+    for layout in (MIXED, {"tp_size": 8}, dispatching(fsdp_size=8, ep_size=8)):
         told = ranks.run(loaded_info, path, layout)
         assert all(info == plain for info, _ in told)
         values.append(told[0][1])
@@ -237,7 +238,7 @@ def tied(rank: int, path: str, config: Any) -> None:
     assert model.lm_head.weight.grad is not None
 
 
-@pytest.mark.parametrize("layout", [MIXED, {"tp_size": 8, "ep_size": 8}, {"fsdp_size": 8}])
+@pytest.mark.parametrize("layout", [MIXED, dispatching(tp_size=8, ep_size=8), {"fsdp_size": 8}])
 def test_tied_weights_are_one(ranks: RankPool, layout: dict[str, int], tmp_path: Path) -> None:
     path = save(tmp_path / "model", "qwen3_moe", tie_word_embeddings=True)
     ranks.run(tied, str(path), layout)
@@ -314,7 +315,7 @@ def test_transformers_own_experts_can_be_asked_for(ranks: RankPool, qwen: Path, 
 
 def test_mega_moe_is_refused_at_load_where_it_cannot_run(ranks: RankPool, qwen: Path) -> None:
     def as_experts(rank: int) -> str:
-        layout = {"tp_size": 8, "ep_size": 8}
+        layout = dispatching(tp_size=8, ep_size=8)
         return failure(rank, str(qwen), layout, experts_implementation="deepgemm_megamoe")
 
     def contradicting(rank: int) -> str:
@@ -349,7 +350,9 @@ def test_other_auto_classes(ranks: RankPool, qwen: Path) -> None:
         names = []
         for name in ("AutoModel", "AutoModelForSequenceClassification"):
             auto = getattr(expert_parallel, name)
-            model = auto.from_pretrained(qwen, distributed_config=MIXED)
+            # A layout that every expert plan has; its keys begin at the base model here.
+            layout = {"tp_size": 8, "ep_size": 8}
+            model = auto.from_pretrained(qwen, distributed_config=layout)
             with torch.no_grad():
                 model(IDS)
             names.append(type(model).__name__.removeprefix("FSDP"))

@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from dispatching import dispatching, name_of
 from safetensors import safe_open
 
 from ep_testing import RankPool
@@ -18,9 +19,9 @@ from expert_parallel import AutoModelForCausalLM, parallelize, save_pretrained
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3", "qwen2_moe"]
 LAYOUTS = [
-    {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
-    {"tp_size": 8, "ep_size": 8},
-    {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4},
+    dispatching(tp_size=2, fsdp_size=4, ep_size=4),
+    dispatching(tp_size=8, ep_size=8),
+    dispatching(tp_size=2, fsdp_size=2, dp_replicate_size=2, ep_size=4),
 ]
 MIXED = LAYOUTS[0]
 IDS = torch.tensor([[5, 9, 17, 33, 65, 2, 11]])
@@ -50,7 +51,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "-".join(map(str, sizes.values())))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_is_what_transformers_saves(
     ranks: RankPool, family: str, layout: dict[str, int], tmp_path: Path
@@ -89,7 +90,7 @@ def check_index(path: Path, tensors: dict[str, torch.Tensor], limit: int) -> Non
 def test_tied_weights_and_copied_heads_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
     plain = build("qwen3_moe", tie_word_embeddings=True)  # 4 key-value heads for 8 ranks
     plain.save_pretrained(tmp_path / "plain")
-    layout = {"tp_size": 8, "ep_size": 8}
+    layout = dispatching(tp_size=8, ep_size=8)
     ranks.run(resave, str(tmp_path / "plain"), str(tmp_path / "ours"), layout, {})
     found = contents(tmp_path / "ours")
     assert "lm_head.weight" not in found
@@ -130,7 +131,7 @@ def built_and_trained(rank: int, path: str, config: Any) -> None:
     model.save_pretrained(path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_a_built_model_that_was_trained_is_saved(
     ranks: RankPool, layout: dict[str, int], tmp_path: Path
 ) -> None:
