@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +22,7 @@ from ep_plans.sharding import cut_ranges, cut_tensor, shard_tensor
 from ep_testing.pool import RankPool
 
 
+@settings(deadline=None, max_examples=60)
 @given(size=st.integers(0, 40), parts=st.integers(1, 9), packs=st.integers(1, 3))
 def test_a_cut_is_torch_chunk_inside_each_pack(size: int, parts: int, packs: int) -> None:
     whole = torch.arange(size * packs)
@@ -33,6 +34,7 @@ def test_a_cut_is_torch_chunk_inside_each_pack(size: int, parts: int, packs: int
         assert torch.equal(cut_tensor(whole, 0, parts, index, packs), torch.cat(expected))
 
 
+@settings(deadline=None, max_examples=60)
 @given(size=st.integers(0, 40), parts=st.integers(1, 9), packs=st.integers(1, 3))
 def test_the_parts_cover_a_dimension_once(size: int, parts: int, packs: int) -> None:
     held = [
@@ -99,6 +101,7 @@ def held_by(
     return held
 
 
+@settings(deadline=None, max_examples=60)
 @given(case=shardings())
 def test_local_shapes_are_those_of_brute_force(case: Any) -> None:
     layout, sharding, shape = case
@@ -108,6 +111,7 @@ def test_local_shapes_are_those_of_brute_force(case: Any) -> None:
         assert sharding.local_numel(shape, layout, rank) == held.numel()
 
 
+@settings(deadline=None, max_examples=60)
 @given(case=shardings())
 def test_the_ranks_cover_a_parameter_once_per_copy(case: Any) -> None:
     layout, sharding, shape = case
