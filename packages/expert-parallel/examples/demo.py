@@ -40,7 +40,7 @@ from expert_parallel import AutoModelForCausalLM, DistributedConfig, EPTrainer, 
 
 TRAIN = DistributedConfig(tp_size=2, fsdp_size=4, ep_size=4)  # 8 ranks
 OTHER = DistributedConfig(tp_size=1, fsdp_size=4, ep_size=2)  # 4 ranks
-VOCABULARY, LENGTH, EXPERTS = 2048, 128, 16
+VOCABULARY, LENGTH, EXPERTS = 1024, 64, 16
 PROMPT = "The import statement"
 NEW_TOKENS = 40
 
@@ -52,7 +52,7 @@ console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
 
 def prepare(folder: Path) -> None:
     """Train a tokenizer on the text, and write it, the text's ids and the model's config."""
-    texts = list(pydoc_data.topics.topics.values())
+    texts = [" ".join(text.split()) for text in pydoc_data.topics.topics.values()]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -68,16 +68,16 @@ def prepare(folder: Path) -> None:
     Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=16,
         intermediate_size=256,
-        moe_intermediate_size=64,
+        moe_intermediate_size=192,
         num_experts=EXPERTS,
         num_experts_per_tok=2,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        initializer_range=0.05,
         router_aux_loss_coef=0.01,
         output_router_logits=True,
         eos_token_id=tokenizer.eos_token_id,
@@ -105,7 +105,8 @@ def train(folder: Path, steps: int) -> None:
             per_device_train_batch_size=4,
             learning_rate=4e-3,
             lr_scheduler_type="cosine",
-            warmup_steps=max(steps // 10, 1),
+            warmup_steps=max(steps // 20, 1),
+            adam_beta2=0.95,
             max_grad_norm=1.0,
             logging_steps=max(steps // 30, 1),
             save_strategy="no",
@@ -242,7 +243,7 @@ def main() -> None:
     """All steps, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path, nargs="?", default=Path("demo-output"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--job", choices=["train", "generate"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     folder, steps = arguments.output.resolve(), arguments.steps
