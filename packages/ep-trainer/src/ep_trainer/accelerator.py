@@ -119,6 +119,11 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         if data_loader.generator is None:
             data_loader.generator = torch.Generator().manual_seed(self.seed)
         rank_in_worker_seed(data_loader, self.data_shard)
+        # Nothing is filled up where the rest is dropped, and accelerate 1.12 refuses to fill up the
+        # batches of a sampler without a batch size.
+        even_batches = self.even_batches and not getattr(
+            data_loader.batch_sampler, "drop_last", False
+        )
         prepared: DataLoader[Any] = prepare_data_loader(
             data_loader,
             self.device,
@@ -128,7 +133,7 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
             dispatch_batches=False,
-            even_batches=self.even_batches,
+            even_batches=even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.seed,
             non_blocking=self.non_blocking,
