@@ -40,6 +40,7 @@ def compare(rank: int, sizes: dict[str, Any]) -> None:
     expected, model = with_gradients(sizes)
     before = {name: p.grad.clone() for name, p in expected.named_parameters()}
     local_before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    norm_2 = torch.nn.utils.get_total_norm(before.values())
     for norm_type in NORMS:
         norm = torch.nn.utils.get_total_norm(before.values(), norm_type)
         assert relative_error(grad_norm(model.parameters(), norm_type), norm) < 1e-13, norm_type
@@ -54,6 +55,17 @@ def compare(rank: int, sizes: dict[str, Any]) -> None:
                 clipped = full_tensor(model.get_parameter(name).grad)
                 scale = 1e-4 * before[name].norm().item()
                 assert relative_error(clipped, p.grad, scale) < 1e-12, (norm_type, name)
+    # torch's own works as well, where each norm is another mesh's.
+    for foreach in (False, True):
+        for name, p in model.named_parameters():
+            p.grad.copy_(local_before[name])
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+        assert relative_error(full_tensor(found), norm_2) < 1e-13
+        assert relative_error(grad_norm(model.parameters()), torch.tensor(0.5)) < 1e-5
+    for name, p in model.named_parameters():
+        p.grad.copy_(local_before[name])
+    for name, p in expected.named_parameters():
+        p.grad.copy_(before[name])
     head = grad_norm(model.lm_head.weight)  # one tensor is a list of one
     assert relative_error(head, expected.lm_head.weight.grad.norm()) < 1e-12
 

@@ -4,18 +4,25 @@
 | --- | --- | --- |
 | `placement_types._StridedShard` | a gate and an up projection packed in one weight | 2.11 to 2.13 |
 | `_fully_shard._fsdp_common` mesh infos | one FSDP group whose parameters lie on two meshes | 2.13 |
+| `DTensor._op_dispatcher._custom_op_handlers`, `_NormPartial` | torch's own `clip_grad_norm_` over \
+several meshes | 2.13 |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "per_parameter_mesh"]
+__all__ = ["StridedShard", "join_norms_over_meshes", "per_parameter_mesh"]
 
 
 def per_parameter_mesh(
@@ -56,3 +63,97 @@ def per_parameter_mesh(
         return ShardPlacementResult(None, infos[mesh]) if mesh in infos else None
 
     return place
+
+
+def join_norms_over_meshes() -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` work on parameters that lie on several meshes.
+
+    It stacks their norms and multiplies them in one list, which DTensor refuses for several meshes.
+    Only what is refused is changed, for the whole process. Without the parts of torch that this
+    needs nothing is done, and torch raises as ever: `ep_plans.clip_grad_norm_` always works.
+
+    Cost of clipping so: one all-reduce of a number per parameter.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if not isinstance(handlers, MutableMapping):
+        return
+    aten = torch.ops.aten
+    for op, over_meshes in (
+        (aten.stack.default, _stack_norms),
+        (aten._foreach_norm.Scalar, _norm_each),
+        (aten._foreach_mul_.Tensor, _multiply_each),
+    ):
+        if op not in handlers:
+            handlers[op] = _Handler(handlers, over_meshes)
+
+
+class _Handler:
+    """Runs an operator over tensors on several meshes by `over_meshes`, else as torch does."""
+
+    def __init__(self, handlers: MutableMapping[Any, Any], over_meshes: Callable[..., Any]) -> None:
+        self.handlers, self.over_meshes = handlers, over_meshes
+
+    def __call__(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        meshes = {t.device_mesh if isinstance(t, DTensor) else None for t in args[0]}
+        if len(meshes) > 1:
+            return self.over_meshes(*args, **kwargs)
+        with self._away(op):
+            return op(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _away(self, op: Any) -> Iterator[None]:
+        del self.handlers[op]
+        try:
+            yield
+        finally:
+            self.handlers[op] = self
+
+
+def _stack_norms(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Norms, each whole or a part per rank, as one plain tensor."""
+    order = next((o for t in tensors if (o := _norm_order(t)) is not None), None)
+    if any(t.ndim for t in tensors) or order is None:
+        meshes = {t.device_mesh for t in tensors if isinstance(t, DTensor)}
+        raise RuntimeError(f"Tensors on several meshes cannot be stacked: {meshes}.")
+    local = torch.stack([_local(t).double() for t in tensors], dim)
+    if math.isinf(order):
+        dist.all_reduce(local, op=dist.ReduceOp.MAX)
+    else:
+        copies = torch.tensor([_copies(t) for t in tensors], dtype=local.dtype, device=local.device)
+        local = local.pow(order) / copies
+        dist.all_reduce(local)
+        local = local.pow(1.0 / order)
+    return local.to(_local(tensors[0]).dtype)
+
+
+def _norm_order(tensor: Tensor) -> float | None:
+    """The p of a p-norm of which each rank has a part."""
+    for placement in tensor.placements if isinstance(tensor, DTensor) else ():
+        if (order := getattr(placement, "norm_type", None)) is not None:
+            return float(order)
+        if getattr(placement, "reduce_op", None) == "max":
+            return math.inf
+    return None
+
+
+def _copies(tensor: Tensor) -> float:
+    """How many ranks have the same part."""
+    copies = dist.get_world_size()
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            copies //= 1 if isinstance(placement, Replicate) else size
+    return float(copies)
+
+
+def _norm_each(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    return [torch.linalg.vector_norm(t, *args, **kwargs) for t in tensors]
+
+
+def _multiply_each(tensors: Sequence[Tensor], other: Tensor) -> None:
+    factor = other.full_tensor() if isinstance(other, DTensor) else other
+    for tensor in tensors:
+        _local(tensor).mul_(factor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -55,8 +55,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their norm is at most `max_norm`; give back the norm.
 
-    As `torch.nn.utils.clip_grad_norm_`, for a model whose parameters lie on several meshes, where
-    that one raises. All ranks see the same norm, so all take the same decision.
+    As `torch.nn.utils.clip_grad_norm_`, for a model whose parameters lie on several meshes (where
+    that one raises, or reduces a number per parameter). All ranks see the same norm, so all take
+    the same decision.
 
     Args:
         parameters: as in `grad_norm`.

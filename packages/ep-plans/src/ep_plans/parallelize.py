@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ep_dispatch import ExpertsForward
 from ep_dispatch.collectives import copy_to_group
 from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans._compat import join_norms_over_meshes
 from ep_plans.checks import attention_heads
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
@@ -105,6 +106,7 @@ def parallelize(
     _show_plans(model, plans)
     apply_fsdp(model, mesh, config, plans, shardings)
     _move_rest(model, mesh.device)
+    join_norms_over_meshes()
     setattr(model, _STATE, ParallelState(mesh, config, plans, shardings))
     return model
 

@@ -111,7 +111,7 @@ def uses_fsdp_over_tp(
 
 
 def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> set[str]:
-    """The parameters that the model wants in float32 though it computes in a half precision."""
+    """The parameters that the model wants in float32 though it computes in another precision."""
     named = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {p.dtype for p in named.values() if p.is_floating_point()}
     patterns: set[str] = set()
@@ -122,7 +122,7 @@ def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> se
     kept = {
         name
         for name, p in named.items()
-        if p.dtype is torch.float32 and dtypes & {torch.float16, torch.bfloat16}
+        if p.dtype is torch.float32 and dtypes - {torch.float32}
     }
     for pattern in patterns:
         search = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
