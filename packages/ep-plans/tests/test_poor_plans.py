@@ -56,6 +56,19 @@ class Shared(nn.Module):
         )
 
 
+class ShortConvolution(nn.Module):
+    """A linear attention's convolution, whose weight its caller reads, and keeps in float32."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(hidden, hidden, 3, groups=hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.conv.weight
+        padded = functional.pad(x.mT.to(weight.dtype), (2, 0))
+        return functional.conv1d(padded, weight, groups=weight.shape[0]).mT.to(x.dtype)
+
+
 def randomized(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     with torch.no_grad():
@@ -76,6 +89,14 @@ def stacked_shared(toy: ToyConfig) -> nn.Module:
     return randomized(model)
 
 
+def short_convolution(toy: ToyConfig) -> nn.Module:
+    model = build(toy)
+    model.model.layers[0].mlp = ShortConvolution(toy.hidden_size)
+    model = randomized(model)
+    model.model.layers[0].mlp.float()
+    return model
+
+
 STACKED = {
     "layers.*.mlp.shared_experts.up_proj": "colwise",
     "layers.*.mlp.shared_experts.down_proj": "rowwise",
@@ -93,6 +114,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "an embedding with a norm": ({}, {"make": normed_embedding}),
     "bare shared experts": ({"base_model_tp_plan": TP_PLAN | STACKED}, {"make": stacked_shared}),
+    "a float32 convolution read by its caller": (
+        {},
+        {"make": short_convolution, "tolerance": 1e-6},
+    ),
     "tied": ({"tied": True}, {}),
 }
 

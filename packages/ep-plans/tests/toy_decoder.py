@@ -8,11 +8,13 @@ Shapes: B batch, S sequence, H hidden size, T = B * S tokens, K experts per toke
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 ATTENTION = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -84,7 +86,8 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (self.weight * normed).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -206,6 +209,7 @@ class Toy(nn.Module):
         )
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size)
+        self.checkpoint: str | None = None  # "reentrant" or "non-reentrant"
 
     @property
     def base_model(self) -> nn.Module:
@@ -217,7 +221,11 @@ class Toy(nn.Module):
         steps = torch.arange(S * D, device=ids.device, dtype=x.dtype).view(1, S, 1, D)
         positions = torch.sin(steps)
         for layer in self.layers:
-            x = layer(x, position_embeddings=positions)
+            run = functools.partial(layer, position_embeddings=positions)
+            if self.checkpoint is None:
+                x = run(x)
+            else:
+                x = checkpoint(run, x, use_reentrant=self.checkpoint == "reentrant")
         return self.norm(x)
 
 

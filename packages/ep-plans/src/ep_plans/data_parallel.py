@@ -41,9 +41,10 @@ def apply_fsdp(
         units.shard_experts(name)
     if all(sharding.data_axis in (None, "efsdp") for sharding in shardings.values()):
         return
-    units.shard_float32()
-    kept = [name for name, style in plans.fsdp.items() if not FSDP_STYLES[style]]
-    for name, style in plans.fsdp.items():
+    done = units.shard_float32(plans.fsdp)
+    fsdp = {name: style for name, style in plans.fsdp.items() if name not in done}
+    kept = [name for name, style in fsdp.items() if not FSDP_STYLES[style]]
+    for name, style in fsdp.items():
         if FSDP_STYLES[style]:
             units.shard([name], reshard=True)
     if len(kept) == 2 and _is_tail(model, kept):
@@ -112,8 +113,15 @@ class _Units:
             module.set_gradient_divide_factor(1.0)
             module.set_all_reduce_hook(functools.partial(_divide, divisor=divisor))
 
-    def shard_float32(self) -> None:
-        """Give parameters kept in float32 units of their own: a unit gathers one dtype."""
+    def shard_float32(self, fsdp: Mapping[str, str]) -> set[str]:
+        """Give parameters kept in float32 units of their own: a unit gathers one dtype.
+
+        Args:
+            fsdp: the rules, for those of them that are such a unit.
+
+        Returns:
+            The names of the modules that are units now.
+        """
         owners = {
             name.rpartition(".")[0]
             for name, sharding in self.shardings.items()
@@ -121,7 +129,9 @@ class _Units:
         }
         for name in sorted(owners, key=lambda name: name.count("."), reverse=True):
             if name:
-                self.shard([name], reshard=True, float32=True)
+                reshard = name not in fsdp or FSDP_STYLES[fsdp[name]]
+                self.shard([name], reshard=reshard, float32=True)
+        return owners
 
     def _left_out(self) -> set[nn.Parameter]:
         """The parameters that the plan gives no data axis."""

@@ -21,7 +21,7 @@ from ep_plans._compat import join_norms_over_meshes
 from ep_plans.checks import attention_heads
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
-from ep_plans.parameters import plan_parameters
+from ep_plans.parameters import CONVOLUTIONS, plan_parameters
 from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sequence import install_sequence_parallel
 from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
@@ -217,12 +217,20 @@ def _reduce_gradients(
             owner, _, parameter_name = name.rpartition(".")
             owners.setdefault(owner, {})[parameter_name] = sharding
     for owner, parts in owners.items():
-        _reduce_gradients_of(model.get_submodule(owner), parts, mesh)
+        module = reader = model.get_submodule(owner)
+        if isinstance(module, CONVOLUTIONS):
+            reader = model.get_submodule(owner.rpartition(".")[0])
+        _reduce_gradients_of(module, parts, mesh, reader)
 
 
 def _reduce_gradients_of(
-    module: nn.Module, parts: Mapping[str, ParameterSharding], mesh: ParallelMesh
+    module: nn.Module,
+    parts: Mapping[str, ParameterSharding],
+    mesh: ParallelMesh,
+    reader: nn.Module,
 ) -> None:
+    """Reduce the gradients of a module's own `parts`, which the forward of `reader` reads."""
+
     def change(name: str, value: Tensor) -> Tensor:
         sharding = parts.get(name)
         if sharding is None:
@@ -242,7 +250,7 @@ def _reduce_gradients_of(
         with local_parameters(module, change):
             return forward(*args, **kwargs)
 
-    around_forward(module, run)
+    around_forward(reader, run)
 
 
 def _group_or_none(mesh: ParallelMesh, axis: str) -> ProcessGroup | None:

@@ -37,6 +37,8 @@ from ep_plans.styles.linear import Colwise
 # Below this share of a rank's parameters, sharding the replicated ones over TP is not worth its
 # gathers.
 _WORTH_SHARDING = 0.01
+# Linear attention reads the weights of these itself, in place of calling them.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def plan_parameters(
@@ -46,6 +48,10 @@ def plan_parameters(
 
     Pure: nothing is changed, no process group is needed. `ParameterSharding.local_numel` then tells
     what each rank holds.
+
+    Raises:
+        ValueError: a packed weight does not divide into its blocks, or `enable_sequence_parallel`
+            finds nothing that it could split.
     """
     cuts: dict[str, Cut | None] = {}
     partial: dict[str, str | None] = {}
@@ -78,12 +84,16 @@ def plan_parameters(
 
 
 def _not_for_fsdp(model: nn.Module, plans: Plans, float32: set[str]) -> set[str]:
-    """Scalars, and parameters kept in float32 in a module that has others too."""
+    """Scalars, and parameters kept in float32 that can't be an FSDP unit of their own.
+
+    A unit's parameters are gathered when its module's forward is called. So a module that has others
+    too can't be one, and neither can a convolution.
+    """
     found = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{module_name}." if module_name else ""
         below = [name for name, _ in module.named_parameters(prefix.removesuffix("."))]
-        mixed = not float32.issuperset(below)
+        mixed = not float32.issuperset(below) or isinstance(module, CONVOLUTIONS)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{prefix}{name}"
             if parameter.ndim == 0 or (mixed and path in float32):
@@ -120,9 +130,7 @@ def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> se
     if torch.float16 in dtypes:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     kept = {
-        name
-        for name, p in named.items()
-        if p.dtype is torch.float32 and dtypes - {torch.float32}
+        name for name, p in named.items() if p.dtype is torch.float32 and dtypes - {torch.float32}
     }
     for pattern in patterns:
         search = re.compile(re.escape(pattern).replace(r"\*", ".*")).search
@@ -147,6 +155,11 @@ def _cut(
     if found is None:
         return None
     dim, packs = found
+    if parameter.shape[dim] % packs:
+        raise ValueError(
+            f"{name}: the style {style!r} cuts dimension {dim} in {packs} equal blocks, and its size "
+            f"{parameter.shape[dim]} is not a multiple of {packs}."
+        )
     copies = 1
     if style_copies(style) and module_name.rpartition(".")[2] in ("k_proj", "v_proj"):
         attention = model.get_submodule(module_name.rpartition(".")[0])

@@ -1,0 +1,182 @@
+"""What `parallelize` refuses, on every rank and before anything is changed; what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from toy_decoder import DISPATCH, ToyConfig, ToyForCausalLM, build
+
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans import parallel_state, parallelize, plan_parameters, resolve_plans
+from ep_testing.pool import RankPool
+
+SIZES = {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}
+
+
+def refused(rank: int, make: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> str:
+    """The error; the model must be as it was, and must then be taken."""
+    model, sizes = make(rank)
+    before = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in before.items()}
+    forwards = {name: m.forward for name, m in model.named_modules()}
+    config = DistributedConfig(**sizes)
+    with pytest.raises(ValueError, match=r"\w") as error:
+        parallelize(model, ParallelMesh(config.layout), config)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert all(p.is_meta or torch.equal(p, values[name]) for name, p in after.items())
+    assert {name: m.forward for name, m in model.named_modules()} == forwards
+    assert not any(isinstance(m, FSDPModule) for m in model.modules())
+    assert parallel_state(model) is None
+    assert not hasattr(model, "tp_plan")
+    return str(error.value)
+
+
+def check_refused(
+    ranks: RankPool, make: Callable[[int], tuple[nn.Module, dict[str, Any]]], *words: str
+) -> None:
+    errors = ranks.run(refused, make, world=4)
+    assert len(set(errors)) == 1, errors
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+def test_ranks_with_different_values(ranks: RankPool) -> None:
+    def make(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        model = build(ToyConfig())
+        if rank == 2:
+            model.model.layers[1].mlp.gate.weight.data[0, 0] += 1.0
+        return model, SIZES
+
+    check_refused(ranks, make, "different values of model.layers.1.mlp.gate.weight", "same seed")
+
+
+def test_ranks_with_different_models(ranks: RankPool) -> None:
+    def other_size(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return build(ToyConfig(vocab_size=50 + (rank == 3))), SIZES
+
+    def other_device(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        with torch.device("meta" if rank else "cpu"):
+            return ToyForCausalLM(ToyConfig()), SIZES
+
+    def frozen(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        model = build(ToyConfig())
+        model.lm_head.weight.requires_grad_(rank != 1)
+        return model, SIZES
+
+    def other_config(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return build(ToyConfig()), SIZES | {"fsdp_mixed_precision": rank == 1}
+
+    for make in (other_size, other_device, frozen, other_config):
+        check_refused(ranks, make, "different configurations, or different", "same on every rank")
+
+
+def test_plans_that_cannot_work(ranks: RankPool) -> None:
+    def unknown_key(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return build(ToyConfig()), SIZES | {"tp_plan": {"model.layer": "colwise"}}
+
+    def unknown_implementation(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return build(ToyConfig()), SIZES | {"ep_implementation": "all_to_none"}
+
+    def slices_for_a_shared_batch(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        more = {"enable_sequence_parallel": True, "ep_implementation": "all_reduce"}
+        return build(ToyConfig()), SIZES | more
+
+    def no_layers(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4))
+        return model, {
+            "tp_size": 4,
+            "tp_plan": {"0": "colwise_rep"},
+            "enable_sequence_parallel": True,
+        }
+
+    def odd_packs(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5)), {"tp_size": 4, "tp_plan": {"0": "packed_colwise"}}
+
+    check_refused(ranks, unknown_key, "'model.layer' matches no module")
+    check_refused(ranks, unknown_implementation, "'all_to_none' names no registered")
+    check_refused(ranks, slices_for_a_shared_batch, "'all_reduce' needs an EP group that shares")
+    check_refused(ranks, no_layers, "no module list named 'layers'")
+    check_refused(ranks, odd_packs, "0.weight", "5", "2")
+
+
+def other_refusals(rank: int) -> None:
+    config = DistributedConfig(**SIZES)
+    mesh = ParallelMesh(config.layout)
+    other = DistributedConfig(tp_size=4)
+    with pytest.raises(ValueError, match="mesh is of the layout"):
+        parallelize(build(ToyConfig()), mesh, other)
+    model = parallelize(build(ToyConfig()), mesh, config)
+    with pytest.raises(ValueError, match="parallel already"):
+        parallelize(model, mesh, config)
+    staged = DistributedConfig(pp_size=4)
+    with pytest.raises(NotImplementedError, match="pp_size=4"):
+        parallelize(build(ToyConfig()), ParallelMesh(staged.layout), staged)
+
+
+def test_meshes_and_models_that_do_not_fit(ranks: RankPool) -> None:
+    ranks.run(other_refusals, world=4)
+
+
+# -- what a model shows
+
+
+def shown(rank: int) -> None:
+    config = DistributedConfig(**SIZES, tp_plan={"model.layers.*.self_attn.q_norm": "replicate"})
+    model = build(ToyConfig())
+    plans = resolve_plans(model, config)
+    planned = plan_parameters(model, plans, config)
+    mesh = ParallelMesh(config.layout)
+    assert parallelize(model, mesh, config) is model
+    assert model.tp_plan == plans.tp_rules
+    assert model.tp_plan["model.layers.*.self_attn.q_norm"] == "replicate"
+    assert model.ep_plan == {f"model.{key}": style for key, style in DISPATCH.items()}
+    assert model.fsdp_plan == plans.fsdp_rules
+    state = parallel_state(model)
+    assert state is not None
+    assert (state.mesh, state.config, state.plans) == (mesh, config, plans)
+    assert state.shardings == planned
+    experts = model.model.layers[1].mlp.experts
+    assert experts.num_experts == 4
+    assert model.config.num_experts == 8
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local()
+        assert tuple(local.shape) == planned[name].local_shape(parameter.shape, mesh.layout, rank)
+        largest = planned[name].local_numel(parameter.shape, mesh.layout, 0) * local.itemsize
+        assert local.untyped_storage().nbytes() <= largest, f"{name} keeps more than a part"
+    assert isinstance(experts, FSDPModule)
+    assert parallel_state(nn.Linear(1, 1)) is None
+
+
+def test_the_model_shows_its_plans_and_its_shards(ranks: RankPool) -> None:
+    ranks.run(shown, world=4)
+
+
+def always_wrapped(rank: int) -> None:
+    config = DistributedConfig(tp_size=4, ep_size=4, fsdp_over_tp=False)
+    model = parallelize(build(ToyConfig()), ParallelMesh(config.layout), config)
+    wrapped = {name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    assert wrapped == {"model.layers.1.mlp.experts"}
+
+
+def test_experts_are_an_fsdp_unit_also_where_there_is_one_copy(ranks: RankPool) -> None:
+    ranks.run(always_wrapped, world=4)
+
+
+def offloaded(rank: int) -> None:
+    config = DistributedConfig(fsdp_size=2, ep_size=2, fsdp_cpu_offload=True)
+    with pytest.warns(UserWarning, match="nothing to do: the ranks run on the CPU"):
+        parallelize(build(ToyConfig()), ParallelMesh(config.layout), config)
+
+
+def test_cpu_offload_on_a_cpu_is_nothing_to_do(ranks: RankPool) -> None:
+    ranks.run(offloaded, world=2)
