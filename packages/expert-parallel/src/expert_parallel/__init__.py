@@ -17,6 +17,7 @@ from expert_parallel.auto import (
     AutoModelForTokenClassification,
 )
 from expert_parallel.generation import generate
+from expert_parallel.initializing import initialize
 from expert_parallel.loading import load_report
 from expert_parallel.parallel import parallelize
 from expert_parallel.reading import LoadReport
@@ -41,6 +42,7 @@ __all__ = [
     "OtherRankError",
     "clip_grad_norm_",
     "generate",
+    "initialize",
     "load_report",
     "parallelize",
     "save_pretrained",

@@ -1,7 +1,7 @@
 """Initial values for parameters that no file holds, the same in every layout.
 
-A parameter is drawn whole, as on a single process, and cut: so shards differ from each other,
-copies agree, and the values don't depend on the layout.
+A parameter is drawn whole in host memory, as on a single process, and cut: so shards differ from
+each other, copies agree, and the values don't depend on the layout or the device.
 """
 
 from __future__ import annotations
@@ -14,56 +14,117 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+import ep_plans
 from expert_parallel import _compat
 from expert_parallel.lazy import Constant
-from expert_parallel.shards import box_of
+from expert_parallel.shards import box_of, replacement
+
+
+def initialize(model: nn.Module, seed: int = 0) -> None:
+    """Give a model that was sharded on the meta device memory and initial values.
+
+    The values depend on ``seed`` alone, not on the layout.  A transformers model is initialized by
+    its family's rule, another module by its parts' ``reset_parameters``.  Every rank must call.
+
+    Raises:
+        ValueError: the model was not sharded, or some of its parameters have values already.
+        TypeError: a module has parameters and neither rule.
+
+    Memory: the whole of one module's own parameters at a time, in host memory.
+    """
+    state = ep_plans.parallel_state(model)
+    if state is None:
+        raise ValueError("initialize() takes a model that parallelize() sharded.")
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("initialize() takes a model on the meta device; this one has values.")
+    device = torch.device("cpu") if state.config.fsdp_cpu_offload else state.mesh.device
+    _leave_meta(model, device, state.mesh.device)
+    with torch.random.fork_rng(), torch.no_grad():
+        _initialize_all(model, seed)
+        if isinstance(model, PreTrainedModel):
+            model.initialize_weights()  # buffers: the parameters have their mark
 
 
 def initialize_missing(model: PreTrainedModel, rest: Callable[[], None]) -> None:
-    """Initialize the sharded parameters without a mark, then let ``rest`` do the others.
+    """Initialize the parameters that loading did not mark, then let ``rest`` do buffers.
 
     The seed is drawn on rank 0; every rank must call.  Memory: one module's whole parameters.
     """
     with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(_shared_seed())
-        for owner, module in _in_order(model, model):
-            _initialize_module(owner, module)
+        _initialize_all(model, _shared_seed())
         rest()
 
 
 def _shared_seed() -> int:
-    seed = [int(torch.randint(2**62, ()))]
+    seed = [int(torch.randint(2**48, ()))]
     if dist.is_initialized():
         dist.broadcast_object_list(seed, src=0)
     return seed[0]
 
 
-def _in_order(
-    owner: PreTrainedModel, module: nn.Module
-) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
+def _leave_meta(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Replace meta tensors by empty ones, tied ones by the same."""
+    made: dict[nn.Parameter, torch.Tensor] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in made:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                home = device if isinstance(parameter, DTensor) else buffer_device
+                made[parameter] = replacement(
+                    parameter, torch.empty(local.shape, dtype=local.dtype, device=home)
+                )
+            setattr(module, name, made[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=buffer_device))
+
+
+def _initialize_all(model: nn.Module, seed: int) -> None:
+    drawn: list[nn.Parameter] = []
+    for index, (owner, module) in enumerate(_in_order(model, model)):
+        # Of its own, since a rule may draw into a child's shards, which differ in size by rank.
+        torch.manual_seed(seed + index)
+        drawn += _initialize_module(owner, module)
+    for parameter in drawn:
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _in_order(owner: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Modules, children first, each with the innermost model that it belongs to."""
     for child in module.children():
         yield from _in_order(child if isinstance(child, PreTrainedModel) else owner, child)
     yield owner, module
 
 
-def _initialize_module(owner: PreTrainedModel, module: nn.Module) -> None:
+def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter]:
     missing = {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False)
+        if not getattr(parameter, "_is_hf_initialized", False)
     }
     if not missing:
-        return
+        return []
     try:
         for name, parameter in missing.items():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
             module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-        _compat.init_module(owner, module)
+        _draw(owner, module)
         for name, parameter in missing.items():
             drawn = module._parameters[name]
             assert drawn is not None
-            Constant(drawn).read(box_of(parameter), parameter.to_local())
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            Constant(drawn).read(box_of(parameter), local.detach())
     finally:
         module._parameters.update(missing)
+    return list(missing.values())
+
+
+def _draw(owner: nn.Module, module: nn.Module) -> None:
+    if isinstance(owner, PreTrainedModel):
+        _compat.init_module(owner, module)
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+    else:
+        raise TypeError(
+            f"{type(module).__name__} has parameters and no reset_parameters() to give them values."
+        )

@@ -29,7 +29,7 @@ from expert_parallel.initializing import initialize_missing
 from expert_parallel.lazy import Constant, LazyTensor
 from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
-from expert_parallel.shards import box_of
+from expert_parallel.shards import box_of, replacement
 
 _REPORT = "_expert_parallel_load_report"
 
@@ -153,24 +153,3 @@ class _Loader:
         """Where a parameter lives: offloaded ones in host memory, the others on the device."""
         offloaded = self.config.fsdp_cpu_offload and isinstance(parameter, DTensor)
         return torch.device("cpu") if offloaded else self.device
-
-
-def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A parameter, or buffer, like ``old`` with other local values; hooks and marks are kept."""
-    new: torch.Tensor = local
-    if isinstance(old, DTensor):
-        new = DTensor.from_local(
-            local,
-            old.device_mesh,
-            old.placements,
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
-    if isinstance(old, nn.Parameter):
-        trains = old.requires_grad and new.is_floating_point()
-        new = nn.Parameter(new, requires_grad=trains)
-    vars(new).update(vars(old))
-    new._backward_hooks = old._backward_hooks
-    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
-    return new

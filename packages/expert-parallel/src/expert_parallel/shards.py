@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ep_plans.sharding import DATA_AXES
@@ -54,3 +55,24 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
         cut = Cut(placement.dim % tensor.ndim, mesh.size(axis), coordinate[axis], packs)
         (data if by_fsdp else model).append(cut)
     return local_box(tensor.shape, [*model, *data])
+
+
+def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A parameter, or buffer, like ``old`` with other local values; hooks and marks are kept."""
+    new: torch.Tensor = local
+    if isinstance(old, DTensor):
+        new = DTensor.from_local(
+            local,
+            old.device_mesh,
+            old.placements,
+            run_check=False,
+            shape=old.shape,
+            stride=old.stride(),
+        )
+    if isinstance(old, nn.Parameter):
+        trains = old.requires_grad and new.is_floating_point()
+        new = nn.Parameter(new, requires_grad=trains)
+    vars(new).update(vars(old))
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    return new

@@ -1,0 +1,124 @@
+"""`parallelize` of models that are built, or on the meta device; implementations by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from dispatching import dispatching, name_of
+from torch import nn
+
+from ep_dispatch import AllToAll, EPImplementationInterface
+from ep_plans import full_tensor
+from ep_testing import RankPool
+from expert_parallel import initialize, parallelize
+
+LAYOUTS = [
+    dispatching(tp_size=2, fsdp_size=4, ep_size=4),
+    dispatching(tp_size=8, ep_size=8),
+    {"fsdp_size": 8},
+]
+IDS = torch.tensor([[5, 9, 17, 33, 65, 2, 11]])
+
+
+def build(family: str = "qwen3_moe", **changes: Any) -> transformers.PreTrainedModel:
+    config = tiny_models.FAMILIES[family](**changes)
+    return tiny_models.build(config, torch.float32)
+
+
+def built(rank: int, layout: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(rank)
+    model = parallelize(build(), layout)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_a_built_model_computes_what_it_did(ranks: RankPool, layout: dict[str, Any]) -> None:
+    expected = build()(IDS).logits
+    for logits in ranks.run(built, layout):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+
+
+def drawn(rank: int, layout: dict[str, Any], family: str, seed: int) -> dict[str, torch.Tensor]:
+    config = tiny_models.FAMILIES[family](tie_word_embeddings=family == "qwen3_moe")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(rank)
+    parallelize(model, layout)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    initialize(model, seed)
+    with torch.no_grad():
+        assert model(IDS).logits.isfinite().all()
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_initial_values_depend_on_the_seed_alone(ranks: RankPool, family: str) -> None:
+    first, *others = [ranks.run(drawn, layout, family, 7) for layout in LAYOUTS]
+    alone = ranks.run(drawn, {"tp_size": 1}, family, 7, world=1)
+    for values in [*first, *[v for other in others for v in other], *alone]:
+        assert all(torch.equal(values[name], tensor) for name, tensor in first[0].items())
+    again = ranks.run(drawn, LAYOUTS[0], family, 8)[0]
+    weight = "model.layers.1.self_attn.o_proj.weight"
+    assert not torch.equal(again[weight], first[0][weight])
+    assert 0.015 < first[0][weight].std() < 0.025
+    assert torch.equal(first[0]["model.norm.weight"], torch.ones(32))
+    if family == "qwen3_moe":
+        assert torch.equal(first[0]["lm_head.weight"], first[0]["model.embed_tokens.weight"])
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 5), nn.LayerNorm(5)
+
+
+def plain_module(rank: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = Plain()
+    parallelize(model, {"fsdp_size": 4, "fsdp_plan": {"first": "free_full_weight"}})
+    initialize(model, 3)
+    with pytest.raises(ValueError, match="has values"):
+        initialize(model, 3)
+    return {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_other_modules_are_initialized_by_their_own_method(ranks: RankPool) -> None:
+    found = ranks.run(plain_module, world=4)
+    assert torch.equal(found[0]["norm.weight"], torch.ones(5))
+    assert 0.1 < found[0]["first.weight"].abs().max() < 1 / 6**0.5 + 1e-6
+    assert all(torch.equal(each["first.weight"], found[0]["first.weight"]) for each in found)
+
+
+def test_only_a_sharded_model_is_initialized() -> None:
+    with pytest.raises(ValueError, match="parallelize"):
+        initialize(Plain())
+
+
+def by_name(rank: int) -> tuple[torch.Tensor, int]:
+    calls = [0]
+
+    class Counting(AllToAll):
+        """A user's own implementation: it counts, and leaves the work to the built-in one."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls[0] += 1
+            return super().__call__(*args, **kwargs)
+
+    EPImplementationInterface.register("my_ep", Counting)
+    layout = dispatching(tp_size=2, fsdp_size=4, ep_size=4)
+    model = parallelize(build(), {**layout, "ep_implementation": "my_ep"})
+    model(IDS, labels=IDS).loss.backward()
+    with torch.no_grad():
+        return model(IDS).logits, calls[0]
+
+
+def test_an_implementation_of_ones_own_is_chosen_by_name(ranks: RankPool) -> None:
+    expected = build()(IDS).logits
+    for logits, calls in ranks.run(by_name):
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+        assert calls == 2 * 2  # two layers, two forwards
