@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import _all_gather, _all_reduce, _all_to_all, _chunk
@@ -108,7 +108,7 @@ def sum_linked(link: Tensor | None, partial: Tensor, group: ProcessGroup) -> Ten
     return _SumLinked.apply(link, partial, group)  # type: ignore[no-any-return]
 
 
-def join_parameters(x: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+def join_parameters(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """`x`, behind which each of `parameters` has a gradient of exactly zero.
 
     A product with zero would do as much, and give NaN where a parameter is not finite. It is a copy of

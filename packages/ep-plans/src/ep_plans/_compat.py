@@ -11,6 +11,7 @@ several meshes | 2.13 |
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -22,7 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "join_norms_over_meshes", "per_parameter_mesh"]
+__all__ = [
+    "StridedShard",
+    "has_per_parameter_mesh",
+    "join_norms_over_meshes",
+    "per_parameter_mesh",
+]
+
+
+def has_per_parameter_mesh() -> bool:
+    """Whether this torch's FSDP2 takes a mesh per parameter."""
+    return importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is not None and hasattr(
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"),
+        "ShardPlacementResult",
+    )
 
 
 def per_parameter_mesh(
@@ -34,20 +48,13 @@ def per_parameter_mesh(
         meshes: the mesh of each parameter that does not lie on `default`.
         default: the mesh given to `fully_shard`.
 
-    Raises:
-        NotImplementedError: this torch has no FSDP2 with a mesh per parameter.
+    Needs `has_per_parameter_mesh()`.
     """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import (
-            FSDPMeshInfo,
-            HSDPMeshInfo,
-            ShardPlacementResult,
-        )
-    except ImportError:
-        raise NotImplementedError(
-            "Sharding replicated parameters over the TP ranks needs FSDP2 with a mesh per "
-            "parameter (torch 2.13). Update torch, or set fsdp_over_tp=False."
-        ) from None
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
 
     infos: dict[DeviceMesh, Any] = {}
     for mesh in meshes.values():

@@ -59,12 +59,16 @@ def num_experts_of(experts: nn.Module) -> int | None:
 
 
 def check_experts(
-    model: nn.Module, experts: Collection[str], ep: Mapping[str, str], config: DistributedConfig
+    model: nn.Module,
+    experts: Collection[str],
+    cut_weights: Collection[str],
+    ep: Mapping[str, str],
+    config: DistributedConfig,
 ) -> None:
-    """Experts divide over the EP ranks, and a masking plan has `ep_size == tp_size`.
+    """Experts and all their stacked weights divide over the EP ranks; masking has `ep == tp`.
 
     Raises:
-        ValueError: with the sizes that would fit; or `ep_implementation` is unknown or needs ranks
+        ValueError: with the sizes that would fit, or the weights without a rule; or `ep_implementation` is unknown or needs ranks
             that share a batch where they don't.
     """
     masking = [name for name in experts if ep[name] == "moe_tp_experts"]
@@ -77,8 +81,19 @@ def check_experts(
     for name in experts:
         module = model.get_submodule(name)
         number = num_experts_of(module)
-        if number is not None:
-            config.check_experts(number)
+        if number is None:
+            continue
+        config.check_experts(number)
+        whole = [
+            f"{name}.{weight}"
+            for weight, p in module.named_parameters(recurse=False)
+            if p.ndim > 1 and p.shape[0] == number and f"{name}.{weight}" not in cut_weights
+        ]
+        if whole:
+            raise ValueError(
+                f"The EP plan runs the experts of {name} on {config.ep_size} ranks, but leaves "
+                f"{', '.join(whole)} whole. Give them the style 'grouped_gemm', or none to {name}."
+            )
     if len(masking) < len(experts):
         _check_implementation(config)
 

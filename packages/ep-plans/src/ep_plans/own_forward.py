@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_dispatch import ExpertsForward
+from ep_dispatch.links import join_parameters
 from ep_plans.styles.base import local, local_parameters
 
 
@@ -29,15 +30,18 @@ def own_experts_forward(experts: nn.Module) -> ExpertsForward:
         ids = index[row, slot]
         chosen = rows[row]
         if row.numel() == 0:
-            # Stay connected to the parameters, whose gradients other ranks wait for.
-            zero = torch.stack([local(p).sum() * 0 for p in experts.parameters()]).sum()
-            return torch.zeros_like(rows) + rows * 0 + (zero + weights.sum() * 0).to(rows.dtype)
-        if sorted_rows_only:
+            out = chosen * weight
+        elif sorted_rows_only:
             out = _transposed_experts(experts, chosen, ids) * weight
         else:
             with local_parameters(experts):
                 out = forward(chosen, ids.unsqueeze(-1), weight)
-        return torch.zeros_like(rows).index_add(0, row, out.to(rows.dtype))
+        # Half types are summed in float32.
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        total = rows.new_zeros(rows.shape, dtype=wide).index_add(0, row, out.to(wide))
+        # Other ranks wait for the gradient of every parameter, that of unused ones too.
+        trained = [p for p in experts.parameters() if p.requires_grad]
+        return join_parameters(total.to(rows.dtype), trained)
 
     return run
 
@@ -45,7 +49,7 @@ def own_experts_forward(experts: nn.Module) -> ExpertsForward:
 def _transposed_experts(experts: nn.Module, rows: Tensor, ids: Tensor) -> Tensor:
     """A gated MLP per expert over weights [E, H, 2I] and [E, I, H]; rows in any order."""
     gate_up, down = (local(experts._parameters[n]) for n in ("gate_up_proj", "down_proj"))  # type: ignore[arg-type]
-    out = rows.new_zeros((rows.shape[0], down.shape[-1])) + (gate_up.sum() + down.sum()) * 0
+    out = rows.new_zeros((rows.shape[0], down.shape[-1]))
     for expert in range(gate_up.shape[0]):
         here = (ids == expert).nonzero().squeeze(-1)
         gate, up = (rows[here] @ gate_up[expert]).chunk(2, dim=-1)

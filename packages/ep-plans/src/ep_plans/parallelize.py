@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +18,27 @@ from torch.distributed.tensor import DTensor
 
 from ep_dispatch import ExpertsForward
 from ep_dispatch.collectives import copy_to_group
+from ep_dispatch.links import join_parameters
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import join_norms_over_meshes
 from ep_plans.checks import attention_heads
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
 from ep_plans.parameters import CONVOLUTIONS, plan_parameters
+from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sequence import install_sequence_parallel
 from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
 from ep_plans.styles import STYLES
-from ep_plans.styles.base import Context, Forward, around_forward, local_parameters, scale_gradient
+from ep_plans.styles.base import (
+    Context,
+    Forward,
+    around_forward,
+    attributes,
+    local,
+    local_parameters,
+    scale_gradient,
+)
 
 _STATE = "_ep_parallel_state"
 
@@ -101,6 +113,7 @@ def parallelize(
     _cut_parameters(model, mesh, config, shardings)
     _install_styles(model, mesh, config, plans, shardings, experts_forward or own_experts_forward)
     _reduce_gradients(model, mesh, shardings)
+    _reduce_inside_experts(model, mesh, plans.experts, shardings)
     if config.enable_sequence_parallel and config.tp_size > 1:
         install_sequence_parallel(model, plans, mesh.group("tp"))
     _show_plans(model, plans)
@@ -213,6 +226,8 @@ def _reduce_gradients(
     """Let autograd reduce the gradients that FSDP doesn't, or not over all of their ranks."""
     owners: dict[str, dict[str, ParameterSharding]] = {}
     for name, sharding in shardings.items():
+        if sharding.partial_over == "ep":
+            continue
         if sharding.partial_over is not None or sharding.mean_over is not None:
             owner, _, parameter_name = name.rpartition(".")
             owners.setdefault(owner, {})[parameter_name] = sharding
@@ -221,6 +236,42 @@ def _reduce_gradients(
         if isinstance(module, CONVOLUTIONS):
             reader = model.get_submodule(owner.rpartition(".")[0])
         _reduce_gradients_of(module, parts, mesh, reader)
+
+
+def _reduce_inside_experts(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    experts: Collection[str],
+    shardings: Mapping[str, ParameterSharding],
+) -> None:
+    """Sum the gradients of uncut parameters inside experts, such as a norm, over the expert axis.
+
+    Around the experts as a whole: a rank whose experts get no row never runs the norm, and still has
+    to take part in the sum.
+    """
+    for experts_name in experts:
+        inside = [
+            name.rpartition(".")
+            for name, sharding in shardings.items()
+            if sharding.partial_over == "ep" and is_below(name, [experts_name])
+        ]
+        if inside and mesh.size("ep") > 1:
+            owners = [(model.get_submodule(owner), name) for owner, _, name in inside]
+            _sum_inside(model.get_submodule(experts_name), owners, mesh.group("ep"))
+
+
+def _sum_inside(
+    experts: nn.Module, owners: Sequence[tuple[nn.Module, str]], group: ProcessGroup
+) -> None:
+    def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        shown = [copy_to_group(local(getattr(owner, name)), group) for owner, name in owners]
+        with contextlib.ExitStack() as stack:
+            for (owner, name), value in zip(owners, shown, strict=True):
+                stack.enter_context(attributes(owner, {name: value}))
+            output = forward(*args, **kwargs)
+        return join_parameters(output, [value for value in shown if value.requires_grad])
+
+    around_forward(experts, run)
 
 
 def _reduce_gradients_of(

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ep_mesh import DistributedConfig
+from ep_plans._compat import has_per_parameter_mesh
 from ep_plans.checks import attention_heads
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
@@ -106,6 +107,13 @@ def uses_fsdp_over_tp(
 ) -> bool:
     """Whether parameters that TP ranks would hold whole are sharded over those ranks too."""
     if config.tp_size == 1 or config.fsdp_over_tp is False:
+        return False
+    if not has_per_parameter_mesh():
+        if config.fsdp_over_tp:
+            raise ValueError(
+                "fsdp_over_tp=True needs FSDP2 with a mesh per parameter (torch 2.13), and torch is "
+                f"{torch.__version__}. Update torch, or set fsdp_over_tp=False."
+            )
         return False
     if config.fsdp_over_tp:
         return True

@@ -105,13 +105,26 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
         ep_rules=rules["ep_plan"],
         fsdp_rules=rules["fsdp_plan"],
     )
-    check_experts(model, plans.experts, ep, config)
+    cut = [name for name, style in ep.items() if STYLES[style].scope is Scope.EXPERT_WEIGHT]
+    check_experts(model, plans.experts, cut, ep, config)
+    _check_router_logits(model, config)
     check_pairs(model, tp)
     check_attention(model, tp, config.tp_size)
     for name, style in (*tp.items(), *ep.items()):
         if name in names.modules:
             STYLES[style].check(model, name)
     return plans
+
+
+def _check_router_logits(model: nn.Module, config: DistributedConfig) -> None:
+    settings: Any = getattr(model, "config", None)
+    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    wanted = getattr(text, "output_router_logits", False)
+    if wanted and config.enable_sequence_parallel and config.tp_size > 1:
+        raise ValueError(
+            "enable_sequence_parallel=True with output_router_logits=True: routers see slices of the "
+            "sequence then, and the model's auxiliary loss needs whole ones. Set one of them to False."
+        )
 
 
 class _Names:

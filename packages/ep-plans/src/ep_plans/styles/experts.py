@@ -109,7 +109,7 @@ class SummedExperts(Style):
                 hidden_states, index, weights = call_arguments(forward, args, kwargs)[:3]
                 output = experts(copy_to_group(local(hidden_states), group), index, weights)
                 return reduce_over_group(output, group)
-            first, *others = args
+            first, *others = call_arguments(forward, args, kwargs)
             changed = [
                 copy_to_group(local(x), group)
                 if isinstance(x, Tensor) and x.is_floating_point()
@@ -117,7 +117,7 @@ class SummedExperts(Style):
                 for x in others
             ]
             with local_parameters(module):
-                output = forward(copy_to_group(local(first), group), *changed, **kwargs)
+                output = forward(copy_to_group(local(first), group), *changed)
             return reduce_over_group(output, group)
 
         around_forward(module, run)
