@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from ep_testing import RankPool
 from torch import Tensor, nn
 from torch.nn import functional
 from toy_decoder import Experts, Norm, Router, ToyConfig, build
 from toy_equality import check_equal
 
 from ep_mesh import DistributedConfig
+from ep_testing import RankPool
 
 
 class NormedExperts(Experts):

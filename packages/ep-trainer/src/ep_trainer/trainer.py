@@ -65,7 +65,7 @@ class EPTrainer(HookedTrainer):
         self._real_rows: RealRows = None
         self._balancing: BalancingLoss | None = None
         if self.mesh is not None and model is not None:
-            args = args or TrainingArguments(output_dir="tmp_trainer")
+            args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
             self._balancing = BalancingLoss.of(model, self.mesh)
         elif model is not None:
@@ -77,7 +77,7 @@ class EPTrainer(HookedTrainer):
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
         check_arguments(args, mesh.layout)
-        if args.should_save and args.save_strategy != "no":
+        if args.save_strategy != "no":
             check_saves(model)
         if mesh.device_type == "cpu" and args.device.type == "cpu" and args.world_size == 1:
             _compat.use_cpu_ranks(args)

@@ -14,6 +14,7 @@ scores, and the same answer from criteria that look at a clock: those of their f
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,24 +58,35 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return plain(*args, **kwargs)
     mesh = state.mesh
     overrides: dict[str, Callable[..., Any]] = {}
-    steps: _Steps | None = None
-    if mesh.size("tp") > 1:
-        kwargs = _follow_leader(model, mesh, kwargs)
-        _share_random_state(mesh)
-        # Computed from the config's heads, of which each rank has some; None: by the first keys.
-        overrides["static_cache_shape"] = lambda: None
-    if mesh.size("fsdp") > 1:
-        _check_same_steps(model, kwargs)
-        steps = _Steps(model, mesh)
-        overrides.update(unfinished=steps, before_first=steps.begin)
-    kwargs["synced_gpus"] = False
+    steps = _Steps(model, mesh) if mesh.size("fsdp") > 1 else None
     try:
+        named = _by_name(plain, args, kwargs)
+        if steps is not None:
+            _check_same_steps(model, named)
+            overrides.update(unfinished=steps, before_first=steps.begin)
+        if mesh.size("tp") > 1:
+            named = _follow_leader(model, mesh, named)
+            _share_random_state(mesh)
+            # Computed from the config's heads, of which each rank has some; None: by the first keys.
+            overrides["static_cache_shape"] = lambda: None
+        named["synced_gpus"] = False
         with _compat.generation_overrides(model, **overrides):
-            return plain(*args, **kwargs)
+            return plain(**named)
     except Exception as error:
         if steps is not None and not steps.begun:
             steps.begin(error)
         raise
+
+
+def _by_name(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call, all by name."""
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs).arguments
+    rest = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    others = {key: value for name in rest for key, value in bound.pop(name, {}).items()}
+    return {**bound, **others}
 
 
 class _Steps:
@@ -143,8 +155,9 @@ def _follow_leader(
     if seconds is not None:
         criteria = [*criteria, MaxTimeCriteria(seconds)]
         changed.pop("max_time", None)
-        if isinstance(changed.get("generation_config"), GenerationConfig):
-            changed["generation_config"] = copy.copy(changed["generation_config"])
+        if isinstance(config, GenerationConfig):
+            # Else transformers would add a clock of this rank's own.
+            changed["generation_config"] = copy.copy(config)
             changed["generation_config"].max_time = None
     if criteria:
         changed["stopping_criteria"] = StoppingCriteriaList(

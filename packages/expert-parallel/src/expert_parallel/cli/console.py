@@ -25,9 +25,9 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def console(*, stderr: bool = False) -> Console:
+def console() -> Console:
     """A console; quiet on all ranks but the first."""
-    stream = sys.stderr if stderr else sys.stdout
+    stream = sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH
     return Console(file=stream, width=width, quiet=not is_first_rank(), highlight=False)
 
@@ -39,8 +39,10 @@ def one_line(error: BaseException) -> str:
 
 
 def fail(message: str) -> NoReturn:
-    """Print an error and end the command with exit code 1."""
-    console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    """Print an error, on whichever rank it is, and end the command with exit code 1."""
+    who = "" if is_first_rank() else f" rank {os.environ['RANK']}:"
+    errors = Console(file=sys.stderr, highlight=False)
+    errors.print(f"[bold red]error:[/]{who} {escape(message)}", soft_wrap=True)
     raise typer.Exit(1)
 
 
