@@ -195,6 +195,9 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# They hold weights in float32 whose gradients are small sums of large terms.
+_FLOAT32_WEIGHTS = ("HYV4VLTextConfig", "Inkling2LoopTextConfig", "Inkling2TextConfig")
+
 # What a user of the family should know.
 _ERNIE_VL_NOTE = (
     "All ranks' batches must hold images, or none may: the experts for images are called only where "
@@ -229,7 +232,7 @@ class Family:
 
         Float64 models have parts that compute in float32 on purpose, so 1e-5 and not 1e-12.
         """
-        return 1e-5 if self.model.dtype is torch.float64 else 1e-4
+        return 1e-4 if self.name in _FLOAT32_WEIGHTS else 1e-5
 
     def set_mode(self) -> None:
         """Training mode, but for Phimoe: its router then draws numbers that differ by rank."""
