@@ -1,6 +1,7 @@
 """Plans for models that ship none or a poor one, by `model_type`.
 
-A family is one entry: plans that replace the model's own, keys relative to its base model.
+A family is one entry: plans that replace the model's own, keys relative to its base model, and styles
+that stand for others where somebody's own plan names those.
 """
 
 from __future__ import annotations
@@ -32,6 +33,25 @@ _FAMILIES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "llama4_text": {"ep_plan": _LLAMA4_EP},
     "ernie4_5_vl_moe_text": {"ep_plan": _ERNIE_VL_EP},
 }
+
+# Llama 4's blocks give their experts no routes, so the general styles have nothing to work on.
+_STYLES: Mapping[str, Mapping[str, str]] = {
+    "llama4_text": {
+        "ep_dispatch_experts": "ep_dispatch_llama4",
+        "moe_tp_experts": "ep_dispatch_llama4",
+    },
+}
+
+
+def family_style(model: nn.Module, name: str, style: str) -> str:
+    """The style that the module `name` gets on the expert axis where a plan says `style`."""
+    parts = name.split(".")
+    for end in range(len(parts), -1, -1):
+        owner = model.get_submodule(".".join(parts[:end]))
+        model_type = getattr(getattr(owner, "config", None), "model_type", None)
+        if (ours := _STYLES.get(str(model_type), {}).get(style)) is not None:
+            return ours
+    return style
 
 
 def family_plan(base_model: nn.Module, plan: str) -> dict[str, str] | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ep_mesh import DistributedConfig
 from ep_plans.checks import check_attention, check_experts, check_pairs
-from ep_plans.families import family_plan
+from ep_plans.families import family_plan, family_style
 from ep_plans.patterns import is_below, nearest, rule_for, wildcard
 from ep_plans.styles import FSDP_STYLES, STYLES, Scope
 
@@ -74,7 +74,10 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     ep_rules = dict(rules["ep_plan"]) if config.ep_size > 1 else {}
     _require_plans(model, config, tp_rules, ep_rules)
 
-    ep = _expand(ep_rules, names)
+    ep = {
+        name: family_style(model, name, style) if name in names.modules else style
+        for name, style in _expand(ep_rules, names).items()
+    }
     if config.ep_size > 1:
         if not any(STYLES[style].scope is Scope.EXPERTS for style in ep.values()):
             raise ValueError(
