@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import ep_plans
 from expert_parallel import _compat
 from expert_parallel.lazy import Constant
-from expert_parallel.shards import box_of, replacement
+from expert_parallel.shards import box_of, home_of, replacement
 
 
 def initialize(model: nn.Module, seed: int = 0) -> None:
@@ -37,8 +37,7 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
         raise ValueError("initialize() takes a model that parallelize() sharded.")
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("initialize() takes a model on the meta device; this one has values.")
-    device = torch.device("cpu") if state.config.fsdp_cpu_offload else state.mesh.device
-    _leave_meta(model, device, state.mesh.device)
+    _leave_meta(model, state.mesh.device, offload=state.config.fsdp_cpu_offload)
     with torch.random.fork_rng(), torch.no_grad():
         _initialize_all(model, seed)
         if isinstance(model, PreTrainedModel):
@@ -62,21 +61,21 @@ def _shared_seed() -> int:
     return seed[0]
 
 
-def _leave_meta(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+def _leave_meta(model: nn.Module, device: torch.device, *, offload: bool) -> None:
     """Replace meta tensors by empty ones, tied ones by the same."""
     made: dict[nn.Parameter, torch.Tensor] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                home = device if isinstance(parameter, DTensor) else buffer_device
+                home = home_of(parameter, device, offload=offload)
                 made[parameter] = replacement(
                     parameter, torch.empty(local.shape, dtype=local.dtype, device=home)
                 )
             setattr(module, name, made[parameter])
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device=buffer_device))
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _initialize_all(model: nn.Module, seed: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ep_mesh import DistributedConfig, ParallelMesh
@@ -29,7 +28,7 @@ from expert_parallel.initializing import initialize_missing
 from expert_parallel.lazy import Constant, LazyTensor
 from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
-from expert_parallel.shards import box_of, replacement
+from expert_parallel.shards import box_of, home_of, replacement
 
 _REPORT = "_expert_parallel_load_report"
 
@@ -76,6 +75,11 @@ def _select_implementation(
     """``deepgemm_megamoe`` names how experts compute and how tokens reach them: both at once."""
     mega = "deepgemm_megamoe"
     if experts == mega:
+        if config.ep_size == 1:
+            raise ValueError(
+                f"experts_implementation={mega!r} spreads the experts over an EP group, but "
+                "ep_size=1. Set ep_size=tp_size > 1."
+            )
         if config.ep_implementation not in ("auto", mega):
             raise ValueError(
                 f"experts_implementation={mega!r} brings the tokens to the experts itself, but "
@@ -126,7 +130,8 @@ class _Loader:
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         box = box_of(parameter)
-        local = torch.empty(lengths(box), dtype=value.dtype, device=self._home(parameter))
+        home = home_of(parameter, self.device, offload=self.config.fsdp_cpu_offload)
+        local = torch.empty(lengths(box), dtype=value.dtype, device=home)
         lazy = value if isinstance(value, LazyTensor) else LazyTensor(Constant(value))
         assert self.readers is not None, "parameters are written while a checkpoint is read"
         self.readers.fill(local, lazy, box)
@@ -148,8 +153,3 @@ class _Loader:
 
     def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
         initialize_missing(model, rest)
-
-    def _home(self, parameter: torch.Tensor) -> torch.device:
-        """Where a parameter lives: offloaded ones in host memory, the others on the device."""
-        offloaded = self.config.fsdp_cpu_offload and isinstance(parameter, DTensor)
-        return torch.device("cpu") if offloaded else self.device

@@ -29,6 +29,13 @@ def box_of(tensor: torch.Tensor) -> Box:
     return box
 
 
+def home_of(tensor: torch.Tensor, device: torch.device, *, offload: bool) -> torch.device:
+    """Where a parameter lives: on `device`, or in host memory if FSDP manages and offloads it."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    managed = mesh is not None and not DATA_AXES.isdisjoint(mesh.mesh_dim_names or ())
+    return torch.device("cpu") if offload and managed else device
+
+
 def holders(tensor: DTensor) -> dict[int, Box]:
     """The box of every rank of the mesh that the parameter lies on."""
     ranks = tensor.device_mesh.mesh
