@@ -5,6 +5,9 @@ Shape letters: H hidden size, I intermediate size, U first projection's width, E
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,8 @@ from .local import touch
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
 
 def experts_forward(
     spec: ExpertsSpec,
@@ -20,6 +25,8 @@ def experts_forward(
     rows: Tensor,
     offsets: Tensor,
     row_weights: Tensor | None = None,
+    *,
+    num_used: int | None = None,
 ) -> Tensor:
     """Run each expert on its rows and scale the results by their routing weights.
 
@@ -30,6 +37,7 @@ def experts_forward(
         offsets: [E], integer: the end of each expert's rows. Rows past the last end belong to no
             expert: they come out as zeros, and get zero gradients, whatever they hold.
         row_weights: [R], the routing weight of each row, or None for ones.
+        num_used: the last offset, where the host knows it: the rest is then cut off, not masked.
 
     Returns:
         [R, H], of the dtype of the products or, with `row_weights`, of the wider of the two.
@@ -41,81 +49,81 @@ def experts_forward(
     autograd: the rows, the first projection and what the activation saves are kept for backward.
     """
     _check(spec, weights, rows, offsets, row_weights)
-    num_rows, dtype = rows.shape[0], compute_dtype(weights.up)
+    dtype = compute_dtype(weights.up)
     weights = ExpertsWeights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
-    inputs = [rows, *weights.tensors()] + ([] if row_weights is None else [row_weights])
-    if num_rows == 0:
-        wide = dtype if row_weights is None else torch.promote_types(dtype, row_weights.dtype)
-        return touch(rows.new_zeros(rows.shape, dtype=wide), *inputs)
-    rows = rows.to(dtype)
     choice = choose_backend(rows.device, dtype, *weights.up.shape[1:], *weights.down.shape[1:])
-    if choice.backend == "grouped_mm":
-        return _masked(spec, weights, rows, offsets.to(torch.int32), row_weights)
-    counts = counts_of(offsets, num_rows)
-    used = sum(counts)
-    if row_weights is not None:
-        row_weights = row_weights[:used]
-    if used:
-        out = _looped(spec, weights, rows[:used], counts, row_weights)
+    counts: list[int] = []
+    if choice.backend == "loop":
+        counts = counts_of(offsets, rows.shape[0])
+        num_used = sum(counts)
+    elif num_used is None and (rows.shape[0] == 0 or _offsets_are_at_hand(offsets)):
+        num_used = sum(counts_of(offsets, rows.shape[0]))
+
+    given = rows, row_weights
+    past = None
+    if num_used is None:
+        past = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
     else:
+        rows = rows[:num_used]
+        row_weights = None if row_weights is None else row_weights[:num_used]
+    if num_used == 0:
         wide = dtype if row_weights is None else torch.promote_types(dtype, row_weights.dtype)
-        out = touch(rows.new_zeros((0, rows.shape[1]), dtype=wide), *inputs)
-    return torch.nn.functional.pad(out, (0, 0, 0, num_rows - used)) if used < num_rows else out
+        inputs = [x for x in (*given, *weights) if x is not None]
+        return touch(torch.zeros_like(given[0], dtype=wide), *inputs)
+
+    product: Product
+    if choice.backend == "loop":
+        product = functools.partial(loop_mm, counts=counts)
+    else:
+        product = functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
+    out = _mlp(spec, weights, rows.to(dtype), offsets, product, past)
+    if row_weights is not None:
+        out = out * (row_weights if past is None else row_weights.masked_fill(past, 0))[:, None]
+    unused = given[0].shape[0] - rows.shape[0]
+    return torch.nn.functional.pad(out, (0, 0, 0, unused)) if unused else out
 
 
-def _masked(
+def _mlp(
     spec: ExpertsSpec,
     weights: ExpertsWeights,
     rows: Tensor,
     offsets: Tensor,
-    row_weights: Tensor | None,
+    product: Product,
+    past: Tensor | None,
 ) -> Tensor:
-    """By grouped_mm, which leaves the rows past the last offset unwritten, both ways.
+    """The MLP of rows grouped by expert.
 
-    So each product is masked before (which zeroes the gradient it leaves) and after. Masks are
-    selections, not products with zero: what was in the memory may be NaN.
+    Args:
+        spec: how the experts are put together.
+        weights: of the dtype of the rows.
+        rows: [R, H].
+        offsets: [E], the end of each expert's rows.
+        product: of rows with each expert's matrix. It may leave rows `past` the last offset
+            unwritten, and their gradients, so each is masked before and after. A mask selects and
+            does not multiply by zero: what was in the memory may be NaN.
+        past: [R], True for such rows; None if there are none.
     """
-    position = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
-    past = position >= offsets[-1]
-    past_rows = past[:, None]
     expert = None
     if weights.up_bias is not None or weights.down_bias is not None:
+        position = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
         last = weights.num_experts - 1
         expert = torch.searchsorted(offsets, position, right=True).clamp_(max=last)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = weight if spec.transposed else weight.mT
-        out = grouped_mm(x.masked_fill(past_rows, 0), matrix, offsets)
-        return _add_bias(out, bias, expert).masked_fill(past_rows, 0)
-
-    out = linear(spec.activate(linear(rows, weights.up, weights.up_bias)), *weights[1::2])
-    if spec.post_norm is not None:
-        out = spec.post_norm(out).masked_fill(past_rows, 0)
-    return out if row_weights is None else out * row_weights.masked_fill(past, 0)[:, None]
-
-
-def _looped(
-    spec: ExpertsSpec,
-    weights: ExpertsWeights,
-    rows: Tensor,
-    counts: list[int],
-    row_weights: Tensor | None,
-) -> Tensor:
-    """By one product per expert. Every row belongs to one here, so there is nothing to mask."""
-    expert = None
-    if weights.up_bias is not None or weights.down_bias is not None:
-        ids = torch.arange(len(counts), device=rows.device)
-        repeats = torch.tensor(counts, device=rows.device)
-        expert = torch.repeat_interleave(ids, repeats, output_size=rows.shape[0])
+    def masked(x: Tensor) -> Tensor:
+        return x if past is None else x.masked_fill(past[:, None], 0)
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = weight if spec.transposed else weight.mT
-        return _add_bias(loop_mm(x, matrix, counts), bias, expert)
+        out = product(masked(x), weight if spec.transposed else weight.mT)
+        return masked(_add_bias(out, bias, expert))
 
-    out = linear(spec.activate(linear(rows, weights.up, weights.up_bias)), *weights[1::2])
-    if spec.post_norm is not None:
-        out = spec.post_norm(out)
-    return out if row_weights is None else out * row_weights[:, None]
+    up = linear(rows, weights.up, weights.up_bias)
+    out = linear(spec.activate(up), weights.down, weights.down_bias)
+    return out if spec.post_norm is None else masked(spec.post_norm(out))
+
+
+def _offsets_are_at_hand(offsets: Tensor) -> bool:
+    """Whether reading them on the host costs nothing."""
+    return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _add_bias(out: Tensor, bias: Tensor | None, expert: Tensor | None) -> Tensor:

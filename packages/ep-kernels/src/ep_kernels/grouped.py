@@ -5,7 +5,7 @@ Shape letters: E experts held here, R rows, A inner and B outer size of one prod
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,16 +44,29 @@ def choose_backend(device: torch.device, dtype: torch.dtype, *sizes: int) -> Cho
     return Choice("grouped_mm", "torch's grouped_mm takes this device, dtype and sizes")
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity with a contiguous gradient: grouped_mm's backward refuses an expanded one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].contiguous()
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     """`rows` [R, A] times each expert's part of `weight` [E, A, B]: [R, B]. No host sync.
 
     Rows past `offsets[-1]` are left unwritten, here and in the gradient: the caller masks them.
-    The mask also makes the gradient contiguous; the backward refuses an expanded one.
     """
-    return torch.nn.functional.grouped_mm(rows.contiguous(), weight, offs=offsets)
+    out = torch.nn.functional.grouped_mm(rows.contiguous(), weight, offs=offsets)
+    contiguous: Tensor = _ContiguousGradient.apply(out)
+    return contiguous
 
 
-def loop_mm(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+def loop_mm(rows: Tensor, weight: Tensor, *, counts: list[int]) -> Tensor:
     """As `grouped_mm`, one product per expert that has rows; `counts` sums to R >= 1."""
     groups = zip(rows.split(counts), weight.unbind(0), strict=True)
     return torch.cat([group @ matrix for group, matrix in groups if group.shape[0]])

@@ -50,8 +50,8 @@ def module_experts_forward(experts: nn.Module) -> RoutedExperts:
         ids, order = local_expert_ids.reshape(-1).sort(stable=True)
         every = torch.arange(parameters.num_experts, device=ids.device)
         offsets = torch.searchsorted(ids, every, right=True)
-        if _compacts(rows, slots):
-            order = order[: int(offsets[-1])]
+        num_used = int(offsets[-1]) if _compacts(rows, slots) else None
+        order = order[:num_used]
         source = order if slots == 1 else order // slots
         out = experts_forward(
             known,
@@ -59,6 +59,7 @@ def module_experts_forward(experts: nn.Module) -> RoutedExperts:
             take_rows(rows, source),
             offsets,
             weights.reshape(-1, 1).index_select(0, order)[:, 0],
+            num_used=num_used,
         )
         return sum_rows(out, source, num_rows, rows.dtype)
 
