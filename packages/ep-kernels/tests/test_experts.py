@@ -181,6 +181,18 @@ def test_rows_past_the_last_offset_are_zero(
     assert error(out[:5], expected) < BOUNDS[dtype]
 
 
+def test_an_expanded_gradient() -> None:
+    """As that of a plain sum, which has no memory of its own."""
+    experts = Experts(dtype=torch.float32)
+    spec = ExpertsSpec.from_module(experts)
+    assert spec is not None
+    rows = torch.randn(4, 16, requires_grad=True)
+    out = experts_forward(spec, spec.read_weights(experts), rows, torch.tensor([1, 2, 3, 4]))
+    (found,) = torch.autograd.grad(out.sum(), rows, retain_graph=True)
+    (expected,) = torch.autograd.grad(out, rows, torch.ones_like(out))
+    torch.testing.assert_close(found, expected)
+
+
 def test_sums_over_slots_keep_float32() -> None:
     """512 equal slots: summed in bfloat16, forward or backward, they stop growing at 256."""
     experts = Experts(2, dtype=torch.bfloat16)
