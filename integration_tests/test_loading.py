@@ -109,6 +109,7 @@ def loaded_info(rank: int, path: str, config: Any, **options: Any) -> tuple[Any,
     """What transformers tells about a load, and the parameters, whole."""
     if config is not None:
         options["distributed_config"] = config
+    torch.manual_seed(rank)
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     values = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     told = {

@@ -119,7 +119,7 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
         tensor = state[name]
         if name in ignored or not isinstance(tensor, torch.Tensor):
             continue
-        if tied.get(name) in state or first.setdefault(id(tensor), name) != name:
+        if first.setdefault(id(tensor), name) != name:
             continue
         kept[name] = gathered(tensor)
     return kept
