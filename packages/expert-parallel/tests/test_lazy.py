@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expert_parallel.boxes import Box, lengths, numel
-from expert_parallel.lazy import Constant, LazyTensor, Node, materialize
+from expert_parallel.lazy import Constant, LazyTensor, Node, by_row, materialize
 
 
 class Counted(Node):
@@ -150,6 +150,17 @@ def test_an_operation_in_place_reads_at_once() -> None:
     target[:] = source
     assert torch.equal(target, numbers(2, 3))
     assert source.sum().item() == 15.0
+
+
+def test_a_function_of_rows_reads_the_rows() -> None:
+    (first, second), nodes = lazy(numbers(6, 4), numbers(6))
+    made = by_row(lambda a, b: (a * b[:, None]).t().contiguous().t(), first, second)
+    assert made.shape == (6, 4)
+    out = torch.empty(3, 2)
+    made.read((((1, 2), (4, 6)), ((1, 3),)), out)
+    whole = numbers(6, 4) * numbers(6)[:, None]
+    assert torch.equal(out, whole[[1, 4, 5], 1:3])
+    assert [node.read_elements for node in nodes] == [3 * 4, 3]
 
 
 def test_meta_output_goes_the_same_way_without_data() -> None:

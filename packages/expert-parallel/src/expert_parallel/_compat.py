@@ -6,6 +6,7 @@
 | `core_model_loading.spawn_materialize`, `.set_param_for_module`, `.DtensorShardOperation` | tensors stay lazy through the weight conversions and are cut at the end | transformers 5.17, 5.24 |
 | `modeling_utils._get_resolved_checkpoint_files` | refuse `.bin` files before they are read | transformers 5.17, 5.24 |
 | `modeling_utils.convert_and_load_state_dict_in_model` | where reading ends: wait for it, and let all ranks agree on errors | transformers 5.17, 5.24 |
+| `integrations.mxfp4.dequantize_convertops` | a rank dequantizes its own experts | transformers 5.17, 5.24 |
 | `PreTrainedModel._initialize_missing_keys`, `._init_weights` | weights that no file holds are the same on every rank | transformers 5.17, 5.24 |
 | `core_model_loading.revert_weight_conversion` | saving in the checkpoint's own form | transformers 5.17, 5.24 |
 | `GenerationMixin._has_unfinished_sequences` | ranks with different batches stop at different lengths | transformers 5.17, 5.24 |
@@ -36,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.distributed.mixin import DistributedMixin
+from transformers.integrations import mxfp4
 from transformers.utils import logging
 from transformers.utils.hub import convert_file_size_to_int as bytes_of_size
 
@@ -68,6 +70,9 @@ class Loader(Protocol):
 
     def lazy(self, source: Any, dtype: torch.dtype | None) -> torch.Tensor:
         """Stand in for a tensor of the checkpoint."""
+
+    def by_row(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Apply a function that works on each index of the first dimension by itself."""
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Read what this rank holds of ``value``; give back what replaces the parameter."""
@@ -170,6 +175,7 @@ def _install(patches: ExitStack) -> None:
     replace(core_model_loading, "DtensorShardOperation", _no_operation)
     replace(core_model_loading, "spawn_materialize", _stay_lazy)
     replace(core_model_loading, "set_param_for_module", _set_parameter)
+    replace(mxfp4, "dequantize_convertops", _dequantize_by_expert)
     replace(modeling_utils, "_get_resolved_checkpoint_files", _check_files)
     replace(modeling_utils, "convert_and_load_state_dict_in_model", _convert_and_load)
 
@@ -252,6 +258,16 @@ def _set_parameter(original: Callable[..., None]) -> Callable[..., None]:
         setattr(module, leaf, new)
 
     return set_parameter
+
+
+def _dequantize_by_expert(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dequantize(blocks: Any, scales: Any, *others: Any) -> Any:
+        loader = _active.get()
+        if loader is None:
+            return original(blocks, scales, *others)
+        return loader.by_row(lambda *rows: original(*rows, *others).detach(), blocks, scales)
+
+    return dequantize
 
 
 def _check_files(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ is computed from all of its inputs at the time of reading: right, and dearer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from expert_parallel.boxes import (
 )
 
 aten = torch.ops.aten
+_PIECE = 64 << 20  # bytes that a function of rows makes at once
 
 
 class Node:
@@ -201,6 +203,46 @@ class _Computed(Node):
             return
         result = self.func(*args, **kwargs)
         Constant(result if self.index is None else result[self.index]).read(box, out)
+
+
+class _ByRow(Node):
+    """A function that makes each index of the first dimension from the same index of its inputs."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[Node]) -> None:
+        none = [torch.empty(0, *node.shape[1:], dtype=node.dtype) for node in inputs]
+        made = function(*none)
+        super().__init__((inputs[0].shape[0], *made.shape[1:]), made.dtype)
+        self.function, self.inputs = function, inputs
+
+    def read(self, box: Box, out: torch.Tensor) -> None:
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(_PIECE // max(row_bytes, 1), 1)
+        rest = ((), *box[1:])
+        at = 0
+        for first, end in box[0]:
+            for start in range(first, end, step):
+                rows = ((start, min(start + step, end)),)
+                count = rows[0][1] - start
+                parts = [_rows(node, rows, out.device) for node in self.inputs]
+                if not out.is_meta:
+                    made = Constant(self.function(*parts))
+                    made.read(_replaced(rest, 0, ((0, count),)), out.narrow(0, at, count))
+                at += count
+
+
+def _rows(node: Node, rows: tuple[Interval, ...], device: torch.device) -> torch.Tensor:
+    box = (rows, *whole_box(node.shape[1:]))
+    part = torch.empty(lengths(box), dtype=node.dtype, device=device)
+    node.read(box, part)
+    return part
+
+
+def by_row(function: Callable[..., torch.Tensor], *tensors: LazyTensor) -> LazyTensor:
+    """``function(*tensors)`` of one that works on each index of the first dimension by itself.
+
+    Reading some rows of the result then reads these rows of the inputs.
+    """
+    return LazyTensor(_ByRow(function, [tensor.node for tensor in tensors]))
 
 
 class LazyTensor(torch.Tensor):

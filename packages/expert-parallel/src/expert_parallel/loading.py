@@ -25,7 +25,7 @@ from expert_parallel.agreement import all_or_none
 from expert_parallel.boxes import lengths
 from expert_parallel.configs import as_config
 from expert_parallel.initializing import initialize_missing
-from expert_parallel.lazy import Constant, LazyTensor
+from expert_parallel.lazy import Constant, LazyTensor, by_row
 from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
 from expert_parallel.shards import box_of, home_of, replacement
@@ -94,6 +94,27 @@ def _select_implementation(
     return config, experts
 
 
+def _check_dequantized(model: PreTrainedModel) -> None:
+    """Quantized weights are loaded only if they are dequantized on the way."""
+    settings = getattr(model.config, "quantization_config", None)
+    if not getattr(model, "is_quantized", False) or getattr(settings, "dequantize", False):
+        return
+    method = getattr(model, "quantization_method", None)
+    method = getattr(method, "value", method)
+    advice = {
+        "mxfp4": "quantization_config=transformers.Mxfp4Config(dequantize=True)",
+        "fp8": "quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
+    }.get(str(method))
+    raise ValueError(
+        f"This checkpoint stays quantized ({method}), which can't be sharded. "
+        + (
+            f"Dequantize it on the way: pass {advice}."
+            if advice
+            else "Load it without quantization."
+        )
+    )
+
+
 class _Loader:
     """One sharded load; see `expert_parallel._compat.Loader`."""
 
@@ -117,6 +138,7 @@ class _Loader:
                 )
 
     def distribute(self, model: PreTrainedModel) -> PreTrainedModel:
+        _check_dequantized(model)
         shard_model(model, self.mesh, self.config, own_experts=self.own_experts)
         self.model = model
         return model
@@ -127,6 +149,10 @@ class _Loader:
         else:
             lazy = LazyTensor(CheckpointTensor(source, self.tally))
         return lazy if dtype is None else lazy.to(dtype)
+
+    def by_row(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        lazies = [t if isinstance(t, LazyTensor) else LazyTensor(Constant(t)) for t in tensors]
+        return by_row(function, *lazies)
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         box = box_of(parameter)
