@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def torchrun(name, ranks=4):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(EXAMPLES / name)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
