@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dispatching import dispatching
 from equality import all_float64, batches, check_equal
 from tiny_models import FAMILIES, build
 
@@ -69,9 +70,16 @@ def cases(whole: bool) -> list[tuple[str, dict[str, object]]]:
     return found
 
 
+def config_of(family: str, options: dict[str, object]) -> DistributedConfig:
+    """As shipped; where a shipped plan masks routes and can't (transformers 5.17), with dispatch."""
+    masks = options.get("ep_size") == options["tp_size"] and "ep_implementation" not in options
+    ours = family == "llama4"
+    return DistributedConfig(**(options if masks or ours else dispatching(**options)))  # type: ignore[arg-type]
+
+
 def compare_float32(rank: int, family: str, options: dict[str, object]) -> dict[str, float]:
     torch.set_num_threads(1)
-    config = DistributedConfig(**options)  # type: ignore[arg-type]
+    config = config_of(family, options)
     make = FAMILIES[family]
     return check_equal(
         lambda: build(make(), torch.float32),
@@ -84,7 +92,7 @@ def compare_float32(rank: int, family: str, options: dict[str, object]) -> dict[
 
 def compare(rank: int, family: str, options: dict[str, object]) -> dict[str, float]:
     torch.set_num_threads(1)
-    config = DistributedConfig(**options)  # type: ignore[arg-type]
+    config = config_of(family, options)
     make = FAMILIES[family]
     ids = batches(config, make().vocab_size)
     with all_float64():
