@@ -1,7 +1,8 @@
-"""Make the table of docs/supported-models.md: ``python tools/supported_models.py``.
+"""Make the table of docs/supported-models.md: ``python tools/supported_models.py [CONFIGURATION ...]``.
 
-Runs every MoE family of the installed transformers as integration_tests/test_families.py does, on
-eight ranks of this machine (about ten minutes on two cores), and writes what came of it.
+Runs every MoE family of the installed transformers, or the ones that are named, as
+integration_tests/test_families.py does, on eight ranks of this machine (about ten minutes for all on
+two cores), and writes what came of it. Rows of the others are kept.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ def page(results: dict[str, dict[str, str]], models: dict[str, str], notes: dict
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run every family and write the page."""
+def main(chosen: list[str]) -> None:
+    """Run the chosen families, or all, and write the page after each."""
     sys.path.insert(0, str(ROOT / "integration_tests"))
     import transformers
-    from families import NOTES, build, family_names
+    from families import NOTES, family_configs, model_class
     from sharded_families import LAYOUTS, compare
 
     import ep_kernels  # noqa: F401  # the ranks then start with it
@@ -93,23 +94,27 @@ def main() -> None:
     from ep_testing import RankPool
 
     transformers.logging.set_verbosity_error()
+    configs = family_configs()
+    if unknown := [name for name in chosen if name not in configs]:
+        raise SystemExit(f"no such configuration: {unknown}. Known: {list(configs)}")
+    models = {name: model_class(config).__name__ for name, config in configs.items()}
+    results = read_table() if version() == transformers.__version__ else {}
     pool = RankPool()
-    results: dict[str, dict[str, str]] = {}
-    models: dict[str, str] = {}
     start = time.perf_counter()
-    for name in family_names():
-        models[name] = type(build(name).model).__name__
-        results[name] = {}
+    for name in chosen or configs:
+        row = {}
         for layout, sizes in LAYOUTS.items():
             try:
                 compare(pool, name, sizes)
-                results[name][layout] = WORKS
+                row[layout] = WORKS
             except AssertionError as error:
-                results[name][layout] = reason(error)
-            print(f"{time.perf_counter() - start:6.0f} s  {name}, {layout}:", results[name][layout])
+                row[layout] = reason(error)
+            print(f"{time.perf_counter() - start:6.0f} s  {name}, {layout}: {row[layout]}")
+        results[name] = row
+        done = {name: results[name] for name in configs if name in results}
+        PAGE.write_text(page(done, models, NOTES))
     pool.close()
-    PAGE.write_text(page(results, models, NOTES))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
