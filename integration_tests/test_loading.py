@@ -214,6 +214,16 @@ def test_a_rank_that_cannot_read_stops_all(ranks: RankPool, qwen: Path) -> None:
     assert OtherRankError.__name__ in told[7]
 
 
+def without_its_file(rank: int, path: str) -> str:
+    return failure(rank, path if rank else f"{path}/nowhere", MIXED)
+
+
+def test_a_rank_without_the_files_stops_all(ranks: RankPool, qwen: Path) -> None:
+    told = ranks.run(without_its_file, str(qwen), timeout=60)
+    assert told[0].startswith("OSError")
+    assert all("OtherRankError: Building the model failed on rank 0" in t for t in told[1:])
+
+
 def test_bin_files_are_refused_with_advice(ranks: RankPool, qwen: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((qwen / "config.json").read_text())
     torch.save({"lm_head.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")

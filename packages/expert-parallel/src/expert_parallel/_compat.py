@@ -8,7 +8,7 @@
 | `modeling_utils.convert_and_load_state_dict_in_model` | where reading ends: wait for it, and let all ranks agree on errors | transformers 5.17, 5.24 |
 | `integrations.mxfp4.dequantize_convertops` | a rank dequantizes its own experts | transformers 5.17, 5.24 |
 | `PreTrainedModel._initialize_missing_keys`, `._init_weights` | weights that no file holds are the same on every rank | transformers 5.17, 5.24 |
-| `core_model_loading.revert_weight_conversion` | saving in the checkpoint's own form | transformers 5.17, 5.24 |
+| `core_model_loading.revert_weight_conversion`, `PreTrainedModel._weight_conversions` | saving in the checkpoint's own form | transformers 5.17, 5.24 |
 | `GenerationMixin._has_unfinished_sequences` | ranks with different batches stop at different lengths | transformers 5.17, 5.24 |
 | `GenerationMixin._prefill` | the arguments are checked, forwards begin | transformers 5.17, 5.24 |
 | `GenerationMixin._get_static_cache_init_shape` | a rank has some of the key-value heads | transformers 5.17, 5.24 |
@@ -45,6 +45,7 @@ __all__ = [
     "Loader",
     "StridedShard",
     "bytes_of_size",
+    "forget_conversions",
     "generation_overrides",
     "init_module",
     "loading_through",
@@ -158,6 +159,16 @@ def quiet(wanted: bool = True) -> Iterator[None]:
             logging.set_verbosity(level)
             if bars:
                 logging.enable_progress_bar()
+
+
+def forget_conversions(model: PreTrainedModel) -> None:
+    """Let saving take the family's conversions, not those that a quantized checkpoint needed.
+
+    What was dequantized on loading is written as the family's ordinary checkpoints are; reversing
+    the dequantization loses tensors in transformers 5.17.
+    """
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
 
 
 def init_module(model: PreTrainedModel, module: nn.Module) -> None:

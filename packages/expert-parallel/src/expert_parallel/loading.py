@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel import _compat
-from expert_parallel.agreement import all_or_none
+from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
 from expert_parallel.boxes import lengths
 from expert_parallel.configs import as_config
 from expert_parallel.initializing import initialize_missing
@@ -30,6 +30,7 @@ from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
 from expert_parallel.shards import box_of, home_of, replacement
 
+_READING = "Loading the checkpoint"
 _REPORT = "_expert_parallel_load_report"
 
 
@@ -50,6 +51,7 @@ def load(
     """Call ``from_pretrained`` so that each rank reads its shards; every rank must call.
 
     Raises:
+        OtherRankError: another rank could not load.
         ValueError: the config does not fit the model or the number of processes, a file can't be
             read in parts, or an argument contradicts ``distributed_config``.
     """
@@ -65,8 +67,18 @@ def load(
     if experts_implementation is not None:
         kwargs["experts_implementation"] = experts_implementation
     loader = _Loader(config, own_experts=experts_implementation is None)
-    with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
-        return from_pretrained(path, *args, distributed_config=config, **kwargs)
+    try:
+        with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
+            loaded = from_pretrained(path, *args, distributed_config=config, **kwargs)
+    except OtherRankError:
+        raise
+    except Exception as error:
+        if not loader.agreed:  # the others wait to hear how building, or reading, went here
+            raise_together(error, _READING)
+        raise
+    if loader.dequantizes and loader.model is not None:
+        _compat.forget_conversions(loader.model)
+    return loaded
 
 
 def _select_implementation(
@@ -125,6 +137,8 @@ class _Loader:
         self.device = self.mesh.device
         self.tally = Tally()
         self.model: PreTrainedModel | None = None
+        self.dequantizes = False
+        self.agreed = False
         self.readers: Readers | None = None
 
     def check_files(self, files: list[str] | None) -> None:
@@ -138,7 +152,9 @@ class _Loader:
                 )
 
     def distribute(self, model: PreTrainedModel) -> PreTrainedModel:
+        raise_together(None, "Building the model")  # sharding communicates
         _check_dequantized(model)
+        self.dequantizes = bool(getattr(model, "is_quantized", False))
         shard_model(model, self.mesh, self.config, own_experts=self.own_experts)
         self.model = model
         return model
@@ -167,7 +183,8 @@ class _Loader:
         begin = time.perf_counter()
         self.readers = Readers()
         try:
-            with all_or_none("Loading the checkpoint"):
+            self.agreed = True
+            with all_or_none(_READING):
                 result = load()
                 self.readers.finish()
         finally:

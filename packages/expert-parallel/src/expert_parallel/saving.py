@@ -58,6 +58,7 @@ def save_pretrained(
     Raises:
         OSError: the first rank can't write; and `OtherRankError` on the other ranks then.
         ValueError: the model holds adapters.
+        RuntimeError: transformers' reverse conversion would lose tensors.
 
     Costs as many point-to-point messages as tensors have parts on other ranks; the memory of one
     piece (256 MiB, or ``max_shard_size`` if that is smaller) on the first rank and on its device.
@@ -103,6 +104,12 @@ def _file_tensors(model: nn.Module, *, original: bool) -> dict[str, LazyTensor]:
     state = _untied(model)
     if isinstance(model, PreTrainedModel) and original:
         reverted: dict[str, LazyTensor] = _compat.revert_weight_conversion(model, dict(state))
+        kept = sum(tensor.numel() for tensor in reverted.values())
+        if kept < sum(tensor.numel() for tensor in state.values()):
+            raise RuntimeError(
+                f"The weight conversions of {type(model).__name__} would lose tensors on the way "
+                "back. Save with save_original_format=False, which writes them as the model has them."
+            )
         return reverted
     return state
 
