@@ -11,6 +11,8 @@ import random
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ GROUP_TIMEOUT = dt.timedelta(minutes=10)
 
 
 def serve(rank: int, world: int, folder: str, conn: Connection) -> None:
-    """Serve calls from ``conn`` until it sends an empty message or closes.
+    """Serve calls from ``conn`` until the process at its other end closes it or ends.
 
     A message is a cloudpickled ``(fn, args)``; the answer is ``("ok", value, open_files)`` or
     ``("error", traceback, open_files)``, pickled by value so that it needs no shared memory.
@@ -32,25 +34,26 @@ def serve(rank: int, world: int, folder: str, conn: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
     stacks = Path(folder, f"stack-{rank}").open("w")  # noqa: SIM115 (open as long as the rank)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-    try:
-        _join(rank, world, folder)
-    except BaseException:  # noqa: BLE001 (told to the pool, which raises)
-        _answer(conn, "error", traceback.format_exc())
-        return
-    _answer(conn, "ok", None)
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # nobody is there to be told
+        conn.send_bytes(_answer(_join, rank, world, folder))
+        while True:
             message = conn.recv_bytes()
-        except EOFError:
-            return
-        if not message:
-            return
-        _seed(0)
-        try:
-            fn, args = pickle.loads(message)
-            _answer(conn, "ok", fn(rank, *args))
-        except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes are told too)
-            _answer(conn, "error", traceback.format_exc())
+            _seed(0)
+            conn.send_bytes(_answer(_call, rank, message))
+
+
+def _answer(fn: Callable[..., Any], *args: Any) -> bytes:
+    """What ``fn`` returns or raises, ready to be sent."""
+    try:
+        answer: bytes = cloudpickle.dumps(("ok", fn(*args), _open_files()))
+    except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes are told too)
+        answer = cloudpickle.dumps(("error", traceback.format_exc(), _open_files()))
+    return answer
+
+
+def _call(rank: int, message: bytes) -> Any:
+    fn, args = pickle.loads(message)
+    return fn(rank, *args)
 
 
 def _join(rank: int, world: int, folder: str) -> None:
@@ -73,10 +76,6 @@ def _join(rank: int, world: int, folder: str) -> None:
         world_size=world,
         timeout=GROUP_TIMEOUT,
     )
-
-
-def _answer(conn: Connection, status: str, value: Any) -> None:
-    conn.send_bytes(cloudpickle.dumps((status, value, _open_files())))
 
 
 def _open_files() -> int:
