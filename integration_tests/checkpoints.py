@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,17 @@ def load_cost(rank: int, path: str, sizes: dict[str, Any], warm: str) -> Cost:
     report = load_report(model)
     assert report is not None
     return Cost(held, report.bytes_read, memory.peak, report.seconds)
+
+
+def save_cost(rank: int, path: str, sizes: dict[str, Any], target: str, original: bool) -> Cost:
+    """Load a checkpoint on this rank and measure saving it; nothing is read."""
+    from expert_parallel import AutoModelForCausalLM, save_pretrained
+
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=sizes)
+    start = time.perf_counter()
+    with _AnonymousMemory() as memory:
+        save_pretrained(model, target, save_original_format=original)
+    return Cost(0, 0, memory.peak, time.perf_counter() - start)
 
 
 class _AnonymousMemory:

@@ -65,7 +65,7 @@ def rank_pool() -> dict[str, Any]:
 
 @figure
 def load_cost() -> dict[str, Any]:
-    """Load a 2 GB checkpoint on 8 ranks: bytes read and host memory of a rank against its share."""
+    """Load and save 2 GB on 8 ranks: bytes read and host memory of a rank against its share."""
     import tempfile
     from pathlib import Path
 
@@ -88,6 +88,9 @@ def load_cost() -> dict[str, Any]:
             size = checkpoints.write_checkpoint(path, config, form, file_bytes=300 << 20)
             pool = RankPool()
             costs = pool.run(checkpoints.load_cost, str(path), sizes, str(warm), timeout=500)
+            original = form == "per_expert"
+            target = str(Path(folder) / "saved")
+            saves = pool.run(checkpoints.save_cost, str(path), sizes, target, original, timeout=500)
             pool.close()
             result[form] = {
                 "checkpoint_MB": round(size / 1e6),
@@ -95,6 +98,9 @@ def load_cost() -> dict[str, Any]:
                 "read_MB": round(max(cost.read for cost in costs) / 1e6, 1),
                 "memory_MB": round(max(cost.memory for cost in costs) / 1e6, 1),
                 "seconds": round(max(cost.seconds for cost in costs), 1),
+                "save_memory_first_rank_MB": round(saves[0].memory / 1e6, 1),
+                "save_memory_others_MB": round(max(cost.memory for cost in saves[1:]) / 1e6, 1),
+                "save_seconds": round(saves[0].seconds, 1),
             }
     return result
 
