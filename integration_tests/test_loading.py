@@ -394,3 +394,52 @@ def test_memory_stays_below_the_shards_and_one_tensor(
 def buffers(config: Any) -> int:
     """Bytes of what is computed and not loaded: the rotary frequencies, twice."""
     return 2 * (config.head_dim // 2) * 4
+
+
+# What native transformers refuses, or loads and then fails in the forward.
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 8, "tp_plan": {}, "ep_size": 8},
+        {"tp_size": 8, "enable_expert_parallel": True},
+        {"tp_size": 2, "fsdp_size": 4, "tp_plan": {}},
+        {"tp_size": 8, "ep_size": 8},  # twice as many ranks as key-value heads
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:enable_expert_parallel:FutureWarning")
+def test_layouts_that_native_loading_lacks(
+    ranks: RankPool, qwen: Path, layout: dict[str, Any]
+) -> None:
+    ranks.run(compare, str(qwen), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp_size": 2, "fsdp_size": 4}, {"tp_size": 2, "fsdp_size": 4, "ep_size": 4}],
+    ids=str,
+)
+def test_llama4_is_loaded_and_trains(
+    ranks: RankPool, layout: dict[str, int], tmp_path: Path
+) -> None:
+    def train(rank: int) -> None:
+        compare(rank, path, layout)
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
+        model(IDS, labels=IDS).loss.backward()
+
+    path = str(save(tmp_path / "model", "llama4"))
+    ranks.run(train)
+
+
+def test_an_override_that_needs_others_says_so_or_works(ranks: RankPool, qwen: Path) -> None:
+    plan = {"model.layers.*.self_attn.q_proj": "colwise_rep"}
+
+    def load(rank: int) -> str:
+        layout = {"tp_size": 4, "fsdp_size": 2, "tp_plan": plan}
+        told = failure(rank, str(qwen), layout)
+        if told == "loaded":
+            compare(rank, str(qwen), layout)
+        return told
+
+    told = ranks.run(load)[0]
+    assert told == "loaded" or ("k_proj" in told and "q_proj" in told)
