@@ -373,6 +373,23 @@ def test_heads_that_fit_neither_way_are_told_the_sizes(
     resolve(model, tp_size=tp_size, tp_plan=gathered)
 
 
+def test_heads_of_latent_attention_must_divide() -> None:
+    class Latent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = 6
+            self.kv_b_proj, self.o_proj = nn.Linear(4, 24), nn.Linear(24, 4)
+
+    plan = {"kv_b_proj": "colwise", "o_proj": "rowwise"}
+    with pytest.raises(ValueError, match=r"tp_size=4 .* the 6 heads: one of \[1, 2, 3, 6\]"):
+        resolve(
+            nn.ModuleDict({"attn": Latent()}),
+            tp_size=4,
+            tp_plan={f"attn.{k}": s for k, s in plan.items()},
+        )
+    assert resolve(Latent(), tp_size=3, tp_plan=plan).tp["kv_b_proj"] == "colwise"
+
+
 def test_heads_are_unknown_without_a_head_size() -> None:
     assert attention_heads(nn.Module(), 2) is None
 

@@ -179,9 +179,13 @@ def check_attention(model: nn.Module, tp: Mapping[str, str], tp_size: int) -> No
         ValueError: with the TP sizes that would work.
     """
     for name, style in tp.items():
-        if style != _SHARDED or not name.endswith(".k_proj"):
+        parent, _, child = name.rpartition(".")
+        if style != _SHARDED:
             continue
-        parent = name.rpartition(".")[0]
+        if child == "kv_b_proj":
+            _check_latent_heads(parent, model.get_submodule(parent), tp_size)
+        if child != "k_proj":
+            continue
         heads = attention_heads(model.get_submodule(parent), tp_size)
         if heads is None or _fits(heads, tp_size):
             continue
@@ -196,6 +200,17 @@ def check_attention(model: nn.Module, tp: Mapping[str, str], tp_size: int) -> No
             f"{heads.key_value} key-value heads. tp_size must divide the query heads, and divide "
             f"the key-value heads or be a multiple of them: one of {sizes}. Or pass tp_plan={{}} "
             "to leave the dense modules whole."
+        )
+
+
+def _check_latent_heads(name: str, attention: nn.Module, tp_size: int) -> None:
+    """Multi-head latent attention: every head has its own keys, so none is copied."""
+    heads = getattr(attention, "num_heads", None)
+    if isinstance(heads, int) and heads % tp_size:
+        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ValueError(
+            f"tp_size={tp_size} does not fit {name}: it must divide the {heads} heads: one of "
+            f"{sizes}. Or pass tp_plan={{}} to leave the dense modules whole."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,10 @@ def _cut_parameters(
     config: DistributedConfig,
     shardings: Mapping[str, ParameterSharding],
 ) -> None:
-    done: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters are cut once
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    tied = {parameter for parameter, count in uses.items() if count > 1}
+    uses.clear()  # what is cut is freed at once, so that a whole model and its parts never coexist
+    done: dict[nn.Parameter, nn.Parameter] = {}
     for name, sharding in shardings.items():
         if sharding.cut is None:
             continue
@@ -175,10 +179,12 @@ def _cut_parameters(
         module = model.get_submodule(module_name)
         parameter = module._parameters[parameter_name]
         assert parameter is not None
-        if parameter not in done:
+        if (part := done.get(parameter)) is None:
             sharded = shard_tensor(parameter.detach(), sharding.cut, _cut_mesh(mesh, sharding.cut))
-            done[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        module._parameters[parameter_name] = done[parameter]
+            part = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            if parameter in tied:  # cut once
+                done[parameter] = part
+        module._parameters[parameter_name] = part
         if sharding.cut.axis == "ep":
             module.num_experts = parameter.shape[0] // config.ep_size  # type: ignore[assignment]
             # Released experts code masks skipped ids only when it is told that experts are split.
