@@ -9,6 +9,8 @@ few steps, `MoE` on all batches and `ParallelMoE` on its own, and shows that the
 T = tokens, H = hidden size, I = intermediate size, E = experts, K = experts per token, R = rows.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,6 +111,9 @@ def main():
     )
     if rank == 0:
         print(f"equal; each rank holds {held:.0%} of the parameters")
+    # gloo's threads end with the last reference to the group; one that outlives Python aborts it.
+    del parallel
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -6,11 +6,21 @@ and refuses meshes whose maps from positions to ranks differ.  So every view is 
 ranks of the world in rank order, from process groups that were made before
 (`DeviceMesh.from_group`), and `mesh` slices it: meshes of different views combine, and axes with
 equal ranks share one process group.
+
+[Note: gloo at exit]
+A gloo thread lets go of a collective's tensors a moment after the collective returned, for which
+it takes Python's lock. If the interpreter is shutting down by then, the thread is ended instead,
+in a place where C++ answers with an abort ("terminate called without an active exception", torch
+2.13). Groups outlive `destroy_process_group` as long as a model refers to them, so nobody waits
+for their threads. A program that communicates until its last line therefore pauses at exit.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -51,6 +61,7 @@ class ParallelMesh:
         layout.check_world_size(_processes())
         self.device = _bind_device(self.device_type)
         _start(self.device_type)
+        _pause_at_exit()
         self.rank = dist.get_rank()
         flattened = (("pp", "dp_replicate", "fsdp_tp"), ("pp", "dp", "tp"), ("world",))
         self._views = [
@@ -203,3 +214,9 @@ def _start(device_type: str) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+@functools.cache
+def _pause_at_exit() -> None:
+    """See [Note: gloo at exit]."""
+    atexit.register(time.sleep, 0.1)
