@@ -70,8 +70,8 @@ class ParallelMoE(MoE):
         ids, weights = self.route(x)
         plan = self.ep.prepare(ids, weights)  # EP: counts, splits, permutation
         received, ticket = self.ep.dispatch(x, plan)  # EP: tokens go to the ranks of their experts
-        rows = self.experts(received.rows, received.offsets) * received.weights
-        return self.ep.combine(rows, ticket)  # EP: and the results come back
+        rows = self.experts(received.by_expert(), received.offsets) * received.weights[:, None]
+        return self.ep.combine(received.sum(rows), ticket)  # EP: and the results come back
 
 
 def step(model, x, target, share, *, learning_rate=0.5):

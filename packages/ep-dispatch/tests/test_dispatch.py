@@ -1,6 +1,5 @@
 """`all_to_all` in three phases: plain data, traffic, calls in flight, gradients of idle experts."""
 
-import dataclasses
 import io
 
 import pytest
@@ -22,7 +21,7 @@ def test_rows_come_grouped_by_expert_with_their_weights(ranks, moe):
         members = range(
             rank // case.ep * case.ep // case.tp, (rank // case.ep + 1) * case.ep // case.tp
         )
-        start = 0
+        start, slots = 0, received.by_expert()
         for expert, end in enumerate(received.offsets.tolist()):
             expected = []
             for batch in members:
@@ -31,13 +30,23 @@ def test_rows_come_grouped_by_expert_with_their_weights(ranks, moe):
                 expected += [
                     [*x[t].tolist(), w[t, s].item()] for t, s in zip(token, slot, strict=True)
                 ]
-            got = torch.cat([received.rows[start:end], received.weights[start:end]], 1).tolist()
+            got = torch.cat([slots[start:end], received.weights[start:end, None]], 1).tolist()
             assert sorted(got) == sorted(expected)
             assert (received.expert_ids[start:end] == expert).all()
             start = end
-        assert start == plan.num_rows == len(received.rows)
+        assert start == len(slots) == len(received.weights)
+        assert plan.num_rows == len(received.rows)
+        # A token comes once from each rank, whatever number of its experts is here.
+        came = [
+            (batch * case.tp + t // (-(-len(i) // case.tp)), t)
+            for batch in members
+            for i in [inputs[batch][1]]
+            for t in range(len(i))
+            if ((i[t] >= 0) & (i[t] // local == rank % case.ep)).any()
+        ]
+        assert len(received.rows) == len(came)
         # The identity as experts: every token times the sum of its weights.
-        out = implementation.combine(received.rows * received.weights, ticket)
+        out = implementation.combine(received.sum(slots * received.weights[:, None]), ticket)
         kept = weights.masked_fill(ids < 0, 0).sum(1, keepdim=True)
         assert moe.error(out, hidden * kept) < 1e-12
 
@@ -47,13 +56,14 @@ def test_rows_come_grouped_by_expert_with_their_weights(ranks, moe):
 
 @pytest.mark.parametrize("hidden_grad", [True, False])
 def test_rows_sent_are_those_that_the_routing_needs(ranks, moe, hidden_grad):
-    """Elements over all-to-alls: routed rows and weights, forward and backward, and a small table."""
+    """Rows over all-to-alls are the distinct (token, owner) pairs, forward and backward; beside them a
+    small table, and an integer and a weight for each slot."""
 
     def run(rank, case):
         original, sent = dist.all_to_all_single, []
 
         def counted(output, input, *args, **kwargs):
-            sent.append((input.is_floating_point(), input.numel()))
+            sent.append((str(input.dtype).removeprefix("torch."), input.numel()))
             return original(output, input, *args, **kwargs)
 
         implementation, _ = moe.build(case, rank)
@@ -69,13 +79,17 @@ def test_rows_sent_are_those_that_the_routing_needs(ranks, moe, hidden_grad):
         finally:
             dist.all_to_all_single = original
         first, last = plan.first, plan.last
-        rows = int((ids[first:last] >= 0).sum())
-        table = (False, case.ep * (case.experts // case.ep + 6))
-        assert forward == [table, (True, rows * 8), (True, rows), (True, plan.num_rows * 8)]
-        back = [(True, rows * 8)] + [(True, plan.num_rows * 8)] * case.hidden_grad
-        assert sent == back
+        local = case.experts // case.ep
+        mine = ids[first:last].tolist()
+        rows = sum(len({e // local for e in row if e >= 0}) for row in mine)
+        slots = sum(e >= 0 for row in mine for e in row)
+        table = ("int64", case.ep * (local + 7))
+        assert forward == [
+            table, ("uint8", slots * 12), ("float64", rows * 8), ("float64", plan.num_rows * 8)
+        ]  # fmt: skip
+        assert sent == [("float64", rows * 8)] + [("float64", plan.num_rows * 8)] * case.hidden_grad
 
-    for routing in ("random", "first", "skipped"):
+    for routing in ("random", "first", "one", "repeated", "skipped"):
         case = moe.Case(routing=routing, hidden_grad=hidden_grad, weights_grad=False)
         ranks.run(run, case)
 
@@ -86,14 +100,14 @@ def test_micro_batches_in_flight(ranks, moe):
     def run(rank):
         case = moe.Case()
         whole, inputs = moe.whole_inputs(case)
-        implementation, experts = moe.build(case, rank, whole)
+        implementation, _ = moe.build(case, rank, whole)
         hidden, ids, weights, cotangent = inputs[rank // case.tp]
         pairs = []
         for factor in (1.0, -0.5):
             x = (hidden * factor).requires_grad_()
             pairs.append((x, implementation.prepare(ids, weights)))
         sent = [implementation.dispatch(x, plan) for x, plan in pairs]
-        computed = [experts(r.rows, r.expert_ids, r.weights) for r, _ in sent]
+        computed = [implementation.run_on(received) for received, _ in sent]
         outs = [implementation.combine(c, t) for c, (_, t) in zip(computed, sent, strict=True)]
         for out in reversed(outs):
             out.backward(cotangent)
@@ -106,12 +120,12 @@ def test_micro_batches_in_flight(ranks, moe):
 
 
 def test_plan_is_plain_data(ranks, moe):
-    """A plan that was saved, made without gradients, or given new weights, serves again."""
+    """A plan that was saved, and made without gradients, serves again, and again."""
 
     def run(rank):
         case = moe.Case()
         whole, inputs = moe.whole_inputs(case)
-        implementation, experts = moe.build(case, rank, whole)
+        implementation, _ = moe.build(case, rank, whole)
         hidden, ids, weights, cotangent = inputs[rank // case.tp]
         with torch.no_grad():
             plan = implementation.prepare(ids, weights)
@@ -119,15 +133,34 @@ def test_plan_is_plain_data(ranks, moe):
         torch.save(plan, file)
         file.seek(0)
         plan = torch.load(file, weights_only=False)
-        x, w = hidden.clone().requires_grad_(), (weights * 2).requires_grad_()
-        received, ticket = implementation.dispatch(x, dataclasses.replace(plan, top_k_weights=w))
-        out = implementation.combine(
-            experts(received.rows, received.expert_ids, received.weights), ticket
-        )
-        out.backward(cotangent)
-        y, v = hidden.clone().requires_grad_(), (weights * 2).requires_grad_()
-        moe.reference(whole, y, ids, v).backward(cotangent)
-        assert moe.error(x.grad, y.grad) < 1e-12
+        for factor in (1.0, -0.5):
+            x = (hidden * factor).requires_grad_()
+            received, ticket = implementation.dispatch(x, plan)
+            out = implementation.combine(implementation.run_on(received), ticket)
+            out.backward(cotangent)
+            y = (hidden * factor).requires_grad_()
+            moe.reference(whole, y, ids, weights).backward(cotangent)
+            assert moe.error(x.grad, y.grad) < 1e-12
+
+    ranks.run(run)
+
+
+def test_a_plan_with_gradients_serves_twice(ranks, moe):
+    """Two dispatches of one plan: the routing weights get the sum of both gradients."""
+
+    def run(rank):
+        case = moe.Case()
+        whole, inputs = moe.whole_inputs(case)
+        implementation, _ = moe.build(case, rank, whole)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        w, v = (weights.clone().requires_grad_() for _ in range(2))
+        plan = implementation.prepare(ids, w)
+        outs = []
+        for factor in (1.0, -0.5):
+            received, ticket = implementation.dispatch(hidden * factor, plan)
+            outs.append(implementation.combine(implementation.run_on(received), ticket))
+        sum(outs).backward(cotangent)
+        sum(moe.reference(whole, hidden * f, ids, v) for f in (1.0, -0.5)).backward(cotangent)
         assert moe.error(w.grad, v.grad) < 1e-12
 
     ranks.run(run)

@@ -11,10 +11,10 @@ from ep_dispatch.checks import DTYPES
 from ep_dispatch.collectives import chunk_bounds
 from ep_dispatch.routing import (
     SKIPPED,
-    SlotOrder,
+    SendOrder,
     expert_major_order,
-    inverse_permutation,
     local_routes,
+    transpose_index,
 )
 
 
@@ -27,34 +27,51 @@ def routings(draw):
     return torch.tensor(values, dtype=torch.int64).view(tokens, slots), num_experts
 
 
-@given(routings())
-@settings(max_examples=150, deadline=None)
-def test_slot_order(routing):
-    """Rows lie by expert, equal ids in slot order; skipped slots have no row; counts count."""
-    ids, num_experts = routing
-    order = SlotOrder.of(ids, num_experts)
-    flat = ids.flatten()
-    sent = int((flat != SKIPPED).sum())
-    slots = order.slots[:sent]
+@given(routings(), st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_send_order(routing, ranks):
+    """A row for each distinct (token, owner), by owner and token; slots by expert, each naming its row."""
+    ids, local = routing
+    num_experts = local * ranks
+    ids = torch.where(
+        ids < 0, ids, (ids * 7 + torch.arange(ids.numel()).view(ids.shape)) % num_experts
+    )
+    order = SendOrder.of(ids, num_experts, ranks)
     assert not order.invalid
-    assert flat[slots].tolist() == sorted(flat[flat != SKIPPED].tolist())
-    assert all(a < b for a, b in pairwise(slots.tolist()) if flat[a] == flat[b])
-    assert order.counts.tolist() == [int((flat == e).sum()) for e in range(num_experts)]
-    assert torch.equal(order.rows.flatten()[slots], torch.arange(sent))
-    assert (order.rows[ids == SKIPPED] >= sent).all()
+    pairs = sorted({(e // local, t) for t, row in enumerate(ids.tolist()) for e in row if e >= 0})
+    N = len(pairs)
+    assert order.rows_per_owner.tolist() == [sum(p == q for p, _ in pairs) for q in range(ranks)]
+    assert order.token_of_row[:N].tolist() == [t for _, t in pairs]
+
+    flat = ids.flatten().tolist()
+    slots = sorted((e, s) for s, e in enumerate(flat) if e >= 0)
+    assert order.counts.tolist() == [flat.count(e) for e in range(num_experts)]
+    assert order.slots[: len(slots)].tolist() == [s for _, s in slots]
+    first = [sum(p < q for p, _ in pairs) for q in range(ranks)]
+    for (e, s), row in zip(slots, order.row_of_slot.tolist(), strict=False):
+        assert pairs[first[e // local] + row] == (e // local, s // ids.shape[1])
+
+    ends = order.token_ends.tolist()
+    assert ends[0] == 0
+    assert len(ends) == len(ids) + 1
+    for t, (start, end) in enumerate(pairwise(ends)):
+        rows = order.rows_by_token[start:end].tolist()
+        assert rows == [n for n, (_, u) in enumerate(pairs) if u == t]
 
 
 def test_ids_out_of_range_are_noticed_and_have_no_row():
     for bad in (-2, 4, 1 << 40):
-        order = SlotOrder.of(torch.tensor([[0, bad], [3, -1]]), 4)
+        order = SendOrder.of(torch.tensor([[0, bad], [3, -1]]), 4, 2)
         assert order.invalid
         assert order.counts.tolist() == [1, 0, 0, 1]
+        assert order.rows_per_owner.tolist() == [1, 1]
 
 
-@given(st.lists(st.integers(0, 20), unique=True, max_size=20))
-def test_inverse_permutation(values):
-    order = torch.tensor(values, dtype=torch.int64).argsort()
-    assert torch.equal(order[inverse_permutation(order)], torch.arange(len(values)))
+@given(st.lists(st.integers(0, 6), max_size=20))
+def test_transpose_index(values):
+    order, ends = transpose_index(torch.tensor(values, dtype=torch.int64), 7)
+    for target, (start, end) in enumerate(pairwise(ends.tolist())):
+        assert order[start:end].tolist() == [n for n, v in enumerate(values) if v == target]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())

@@ -1,11 +1,11 @@
-"""`all_to_all`: only routed tokens move, to the ranks that hold their experts and back.
+"""`all_to_all`: only routed tokens move, each once to a rank that holds any of its experts, and back.
 
 T = tokens of this rank, H = hidden size, K = experts per token, E = experts of a layer, P = ranks of
-the EP group, N = rows sent, R = rows received.
+the EP group, N = rows sent, R = rows received, S = slots received.
 
-    hidden [T, H] -slice 1/tp-> -copy per slot-> [N, H] -all-to-all-> [R, H] by source
-        -permute-> [R, H] by local expert -experts-> [R, H] -permute, all-to-all-> [N, H]
-        -sum over slots-> -gather over tp-> [T, H]
+    hidden [T, H] -slice 1/tp-> -copy per owner rank-> [N, H] -all-to-all-> [R, H] by source
+        -experts over S slots, sum over a row's slots-> [R, H] -all-to-all-> [N, H]
+        -sum over a token's rows-> -gather over tp-> [T, H]
 """
 
 from __future__ import annotations
@@ -21,37 +21,44 @@ from .collectives import _all_to_all, chunk_bounds, gather_over_group
 from .implementation import EPImplementation
 from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
 from .plan import DispatchPlan, ReceivedRows, Ticket
-from .routing import SlotOrder, expert_major_order, inverse_permutation
-from .rows import gather_rows, permute_rows, sum_rows
+from .routing import SendOrder, expert_major_order
+from .rows import gather_rows, sum_rows
 
 __all__ = ["AllToAll"]
 
 
 class AllToAll(EPImplementation):
-    """Only routed tokens move: all-to-all there, local experts, all-to-all back, sum over slots.
+    """Only routed tokens move: all-to-all there, local experts, all-to-all back, sum.
+
+    A token crosses once to each rank that holds any of its experts (of 8 in 128 experts over 8 ranks:
+    5.3 rows, not 8), with a row index and a weight for each slot. There its experts' weighted outputs are
+    summed, and one row comes back.
 
     Fits every layout. The ranks of a TP group hold the same tokens, so each sends its own `1/tp`
-    slice of them (uneven or empty), and the outputs are gathered over TP. The routing weights travel
-    with the rows and are applied by the experts.
+    slice of them (uneven or empty), and the outputs are gathered over TP.
 
     Nothing of a call is kept on the object: several may be in flight.
 
-    Cost of a forward: one all-to-all of `E/P + 6` integers a rank pair and one host synchronization to
-    read them, two all-to-alls there (rows, weights), one back, one all-gather over TP. Backward: the
-    same for the gradients that any rank of the group needs. Saved for backward: integer indices.
+    If `experts_forward` has a method `grouped(rows [R, H], row_of_slot [S], weights [S], offsets [E/P])
+    -> [R, H]`, it is called with each row once; else with a copy of the row per slot.
+
+    Cost of a forward: one all-to-all of `E/P + 7` integers a rank pair and one host synchronization to
+    read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
+    over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
+    integer indices.
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
         plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
         received, ticket = self.dispatch(hidden_states, plan)
-        rows = self.run_experts(received.rows, received.expert_ids, received.weights)
+        rows = self.run_on(received)
         return self.combine(join_parameters(rows, self._idle_parameters(plan)), ticket)
 
     def prepare(
         self, top_k_index: Tensor, top_k_weights: Tensor, *, hidden_states: Tensor | None = None
     ) -> DispatchPlan:
-        """Plan where the rows of a routing go.
+        """Plan where the rows of a routing go, and bring the slots' weights there.
 
         Args:
             top_k_index: [T, K] int64 or int32, global expert ids, -1 to skip a slot.
@@ -64,7 +71,9 @@ class AllToAll(EPImplementation):
             RuntimeError: another rank's inputs are, or the ranks' inputs do not fit together. Both are
                 raised before any row moves, on every rank of the EP group.
 
-        Cost: one all-to-all of `E/P + 6` integers a rank pair, one host synchronization.
+        Cost: one all-to-all of `E/P + 7` integers a rank pair, one host synchronization, one all-to-all
+        of an integer and a weight per slot. In backward one of the weights' gradients, and one
+        all-gather over TP, if any rank needs them.
         """
         problem = (
             checks.routing_problem(top_k_index, top_k_weights)
@@ -76,43 +85,52 @@ class AllToAll(EPImplementation):
         first, last = self._slice(top_k_index.shape[0])
         notice = self._notice(top_k_weights, hidden_states)
         with torch.no_grad():
-            order = SlotOrder.of(top_k_index[first:last], self.num_experts)
-            counts, leaving, arriving, notices = self._exchange_counts(
-                order.counts, notice, order.invalid
-            )
+            order = SendOrder.of(top_k_index[first:last], self.num_experts, self.ep_size)
+            counts, leaving, arriving, notices = self._exchange_counts(order, notice)
             if notices[self.ep_rank].bad_ids:
                 raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
             needs = agree(notices)
-            send_sizes, receive_sizes = (tuple(map(sum, table)) for table in (leaving, arriving))
-            arrival, expert_ids, offsets = expert_major_order(counts, sum(receive_sizes))
-            return DispatchPlan(
-                top_k_weights=top_k_weights,
-                first=first,
-                last=last,
-                slots=order.slots[: sum(send_sizes)],
-                row_of_slot=order.rows,
-                send_sizes=send_sizes,
-                receive_sizes=receive_sizes,
-                counts=counts,
-                arrival=arrival,
-                arrival_inverse=inverse_permutation(arrival),
-                expert_ids=expert_ids,
-                offsets=offsets,
-                rows_per_expert=tuple(map(sum, zip(*arriving, strict=True))),
-                needs=needs,
-            )
+            send, receive = ([row[-1] for row in table] for table in (leaving, arriving))
+            slots_sent, slots = ([sum(row[:-1]) for row in table] for table in (leaving, arriving))
+            arrival, expert_ids, offsets = expert_major_order(counts[:, :-1], sum(slots))
+        link, weights, row_of_slot = self._exchange_slots(
+            order, top_k_weights, needs, slots_sent, slots
+        )
+        with torch.no_grad():
+            # From rows counted within their source to rows counted over all.
+            before = counts[:, -1].cumsum(0) - counts[:, -1]
+            source = before.repeat_interleave(counts[:, :-1].sum(1), output_size=sum(slots))
+            row_of_slot = (row_of_slot + source)[arrival]
+        return DispatchPlan(
+            num_tokens=top_k_index.shape[0],
+            first=first,
+            last=last,
+            token_of_row=order.token_of_row[: sum(send)],
+            rows_by_token=order.rows_by_token[: sum(send)],
+            token_ends=order.token_ends,
+            send_sizes=tuple(send),
+            receive_sizes=tuple(receive),
+            row_of_slot=row_of_slot,
+            weights=weights[arrival],
+            expert_ids=expert_ids,
+            offsets=offsets,
+            rows_per_expert=tuple(map(sum, zip(*(row[:-1] for row in arriving), strict=True))),
+            needs=needs,
+            link=link,
+        )
 
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
-        """Send the tokens [T, H] to their experts.
+        """Send the tokens [T, H] to the ranks of their experts.
 
         Returns:
-            the rows that this rank's experts get, and the ticket that brings their outputs back.
+            the rows that this rank gets with the slots that name them, and the ticket that brings
+            their outputs back.
 
         Raises:
             ValueError: `hidden_states` does not have the plan's T tokens.
 
-        Cost: an all-to-all of rows and one of weights; no host synchronization. In backward the same,
-        and an all-gather each over TP, for those of the two that need a gradient on any rank.
+        Cost: an all-to-all of rows; no host synchronization. In backward the same, and an all-gather
+        over TP, if any rank of the group needs the hidden states' gradient.
         """
         if hidden_states.ndim != 2 or hidden_states.shape[0] != plan.num_tokens:
             raise ValueError(
@@ -120,24 +138,21 @@ class AllToAll(EPImplementation):
                 f"was prepared for, got {list(hidden_states.shape)}."
             )
         needs = _needs_now(plan)
-        inputs = needs.hidden, needs.weights
         linked = needs.rows and self.ep_size > 1
-        link = new_link(hidden_states.device) if linked else None
-        # If the experts alone need a gradient, nothing goes back behind them.
-        inner = link if any(inputs) else None
-        tokens, weights = hidden_states, plan.top_k_weights
+        link = plan.link if linked else None
+        if linked and link is None:
+            link = new_link(hidden_states.device)
+        # If the hidden states need no gradient, nothing goes back behind them.
+        inner = link if needs.hidden else None
+        tokens = hidden_states
         if self._slices:
             assert self.tp_group is not None
-            inner, (tokens, weights) = split_linked(inner, (tokens, weights), inputs, self.tp_group)
-        rows = gather_rows(tokens, plan.token_of_row, plan.row_of_slot)
-        weights = gather_rows(weights.reshape(-1, 1), plan.slots, plan.row_of_slot.view(-1, 1))
+            inner, (tokens,) = split_linked(inner, (tokens,), (True,), self.tp_group)
+        rows = gather_rows(tokens, plan.token_of_row, plan.rows_by_token, plan.token_ends)
         if self.ep_size > 1:
             assert self.ep_group is not None
-            inner, (rows, weights) = exchange_linked(
-                inner, (rows, weights), inputs, self.ep_group, plan.send_sizes, plan.receive_sizes
-            )
-            rows = permute_rows(rows, plan.arrival, plan.arrival_inverse)
-            weights = permute_rows(weights, plan.arrival, plan.arrival_inverse)
+            sizes = plan.send_sizes, plan.receive_sizes
+            inner, (rows,) = exchange_linked(inner, (rows,), (True,), self.ep_group, *sizes)
         ticket = Ticket(
             plan=plan,
             needs=needs,
@@ -145,14 +160,26 @@ class AllToAll(EPImplementation):
             dtype=hidden_states.dtype,
             width=hidden_states.shape[1],
         )
-        return ReceivedRows(rows, plan.expert_ids.unsqueeze(1), weights, plan.offsets), ticket
+        received = ReceivedRows(rows, plan.row_of_slot, plan.weights, plan.expert_ids, plan.offsets)
+        return received, ticket
+
+    def run_on(self, received: ReceivedRows) -> Tensor:
+        """This rank's experts on the received rows: [R, H], the weighted sum over each row's slots."""
+        grouped = getattr(self.experts_forward, "grouped", None)
+        if grouped is not None:
+            out: Tensor = grouped(
+                received.rows, received.row_of_slot, received.weights, received.offsets
+            )
+            return out
+        ids, weights = received.expert_ids[:, None], received.weights[:, None]
+        return received.sum(self.run_experts(received.by_expert(), ids, weights))
 
     def combine(self, rows: Tensor, ticket: Ticket) -> Tensor:
         """Bring the experts' outputs back and sum them per token.
 
         Args:
-            rows: [R, H], the output for each received row, in the same order, multiplied by its
-                routing weight already (`ReceivedRows.weights`). It is cast to the hidden states' dtype.
+            rows: [R, H], the output for each received row, in the same order: the sum over its slots,
+                multiplied by their routing weights already. It is cast to the hidden states' dtype.
             ticket: of the `dispatch` that brought the rows.
 
         Returns:
@@ -167,16 +194,15 @@ class AllToAll(EPImplementation):
         if rows.shape != (plan.num_rows, ticket.width):
             raise ValueError(
                 f"combine takes one row per received row, [{plan.num_rows}, {ticket.width}], got "
-                f"{list(rows.shape)}."
+                f"{list(rows.shape)}; outputs of slots are summed per row first (`ReceivedRows.sum`)."
             )
         rows = rows.to(ticket.dtype)
         if self.ep_size > 1:
             assert self.ep_group is not None
-            rows = permute_rows(rows, plan.arrival_inverse, plan.arrival)
             sizes = plan.receive_sizes, plan.send_sizes
             link, needs = ticket.link, (ticket.needs.rows,)
             _, (rows,) = exchange_linked(link, (rows,), needs, self.ep_group, *sizes)
-        output = sum_rows(rows, plan.token_of_row, plan.row_of_slot)
+        output = sum_rows(rows, plan.token_of_row, plan.rows_by_token, plan.token_ends)
         if self._slices:
             output = gather_over_group(output, self.tp_group, size=plan.num_tokens)
         return output
@@ -209,34 +235,66 @@ class AllToAll(EPImplementation):
         )
 
     def _exchange_counts(
-        self, counts: Tensor, notice: Notice, bad_ids: Tensor
+        self, order: SendOrder, notice: Notice
     ) -> tuple[Tensor, list[list[int]], list[list[int]], list[Notice]]:
-        """Tell every rank how many rows come for each of its experts, and the notice.
+        """Tell every rank how many slots come for each of its experts, how many rows, and the notice.
 
         Returns:
-            counts [P, E/P] of the rows that arrive, on the device; the rows that leave and those that
-            arrive, known to the host; the notices of all ranks.
+            [P, E/P + 1] of the slots and rows that arrive, on the device; those that leave and those
+            that arrive, known to the host; the notices of all ranks.
         """
-        experts = self.num_local_experts
-        table = counts.new_empty((self.ep_size, experts + Notice.LENGTH))
-        table[:, :experts] = counts.view(self.ep_size, experts)
-        table[:, experts:] = counts.new_tensor(notice.encode())
-        table[:, -1] = bad_ids
+        counted = self.num_local_experts + 1
+        table = order.counts.new_empty((self.ep_size, counted + Notice.LENGTH))
+        table[:, : counted - 1] = order.counts.view(self.ep_size, -1)
+        table[:, counted - 1] = order.rows_per_owner
+        table[:, counted:] = table.new_tensor(notice.encode())
+        table[:, -1] = order.invalid
         arrived = table
         if self.ep_group is not None and self.ep_size > 1:
             ones = [1] * self.ep_size
             arrived = _all_to_all(table, self.ep_group, ones, ones)
         sent, received = torch.stack([table, arrived]).tolist()  # the one host synchronization
-        notices = [Notice.decode(row[experts:]) for row in received]
-        leaving, arriving = ([row[:experts] for row in rows] for rows in (sent, received))
-        return arrived[:, :experts].contiguous(), leaving, arriving, notices
+        notices = [Notice.decode(row[counted:]) for row in received]
+        leaving, arriving = ([row[:counted] for row in rows] for rows in (sent, received))
+        return arrived[:, :counted], leaving, arriving, notices
+
+    def _exchange_slots(
+        self,
+        order: SendOrder,
+        top_k_weights: Tensor,
+        needs: GradNeeds | None,
+        send: list[int],
+        receive: list[int],
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Bring each slot's weight and row to its owner.
+
+        Returns:
+            the link, if one goes on from here; weights [S] and rows [S] (int32, counted within their
+            source), by source and expert.
+        """
+        link = None
+        if self.ep_size > 1 and needs is not None and needs.weights:
+            link = new_link(top_k_weights.device)
+        weights = top_k_weights
+        if self._slices:
+            assert self.tp_group is not None
+            link, (weights,) = split_linked(link, (weights,), (True,), self.tp_group)
+        sent = sum(send)
+        weights, rows = weights.reshape(-1)[order.slots[:sent]], order.row_of_slot[:sent]
+        if self.ep_size > 1:
+            assert self.ep_group is not None
+            link, (weights, rows) = exchange_linked(
+                link, (weights, rows), (True, False), self.ep_group, send, receive, packed=True
+            )
+        return link, weights, rows
 
     def _refuse(self, top_k_index: object, problem: str) -> NoReturn:
         """Raise, and let the other ranks of the group raise too."""
         if self.ep_size > 1:
             device = top_k_index.device if isinstance(top_k_index, Tensor) else None
-            nothing = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-            self._exchange_counts(nothing, Notice(refused=True), nothing[0])
+            nothing = torch.empty((0, 1), dtype=torch.int64, device=device)
+            order = SendOrder.of(nothing, self.num_experts, self.ep_size)
+            self._exchange_counts(order, Notice(refused=True))
         raise ValueError(problem)
 
     def _idle_parameters(self, plan: DispatchPlan) -> list[nn.Parameter]:

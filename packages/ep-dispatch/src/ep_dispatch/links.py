@@ -15,7 +15,7 @@ has no history. A rank that leaves out a collective leaves the others waiting fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,16 +76,40 @@ def exchange_linked(
     group: ProcessGroup,
     send: Sequence[int],
     receive: Sequence[int],
+    *,
+    packed: bool = False,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """All-to-all along dimension 0 of each tensor: `send[p]` rows to rank p, `receive[p]` from it.
 
-    Cost: one all-to-all a tensor, and one in backward for each that `needs` a gradient.
+    Cost: one all-to-all a tensor, or one for all that are `packed`; and one in backward for each that
+    `needs` a gradient.
     """
     splits = list(send), list(receive)
+    exchange = _exchange_packed if packed else _exchange
     if link is None:
-        return None, [_all_to_all(x, group, *splits) for x in tensors]
-    link, *received = _ExchangeLinked.apply(link, group, *splits, tuple(needs), *tensors)
+        return None, exchange(tensors, group, *splits)
+    link, *received = _ExchangeLinked.apply(link, exchange, group, *splits, tuple(needs), *tensors)
     return link, received
+
+
+def _exchange(
+    tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
+) -> list[Tensor]:
+    return [_all_to_all(x, group, send, receive) for x in tensors]
+
+
+def _exchange_packed(
+    tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
+) -> list[Tensor]:
+    """Exchange tensors [N], side by side as bytes."""
+    sizes = [x.element_size() for x in tensors]
+    pieces = [
+        x.contiguous().view(torch.uint8).view(-1, size)
+        for x, size in zip(tensors, sizes, strict=True)
+    ]
+    parts = _all_to_all(torch.cat(pieces, 1), group, send, receive).split(sizes, dim=1)
+    # Cloned, so that each begins where its dtype may begin.
+    return [part.reshape(-1).clone().view(x.dtype) for part, x in zip(parts, tensors, strict=True)]
 
 
 def share_linked(
@@ -158,13 +182,14 @@ class _ExchangeLinked(torch.autograd.Function):
     def forward(
         ctx: Any,
         link: Tensor,
+        exchange: Callable[..., list[Tensor]],
         group: ProcessGroup,
         send: list[int],
         receive: list[int],
         needs: tuple[bool, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        received = [_all_to_all(x, group, send, receive) for x in tensors]
+        received = exchange(tensors, group, send, receive)
         ctx.group, ctx.send, ctx.receive, ctx.needs = group, send, receive, needs
         ctx.facts = [_facts(x) for x in received]
         _mark(ctx, needs, received)
@@ -176,7 +201,7 @@ class _ExchangeLinked(torch.autograd.Function):
             _all_to_all(_filled(grad, facts), ctx.group, ctx.receive, ctx.send) if need else None
             for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
         ]
-        return None, None, None, None, None, *returned
+        return None, None, None, None, None, None, *returned
 
 
 class _ShareLinked(torch.autograd.Function):

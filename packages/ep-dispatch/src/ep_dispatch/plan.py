@@ -1,88 +1,99 @@
 """The plain data between the phases of `all_to_all`: nothing of a call is kept on the object.
 
 T = tokens of this rank, H = hidden size, K = experts per token, E = experts of a layer, P = ranks of
-the EP group, N = rows sent, R = rows received, J = slots that a received row carries.
+the EP group, N = rows sent, R = rows received, S = slots received.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .links import GradNeeds
+from .routing import transpose_index
+from .rows import gather_rows, sum_rows
 
 __all__ = ["DispatchPlan", "ReceivedRows", "Ticket"]
 
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """Where each row of one routing goes. It can be saved, logged, and used again.
-
-    Using it again with new routing weights: `dataclasses.replace(plan, top_k_weights=new)`.
+    """Where each row of one routing goes. It can be saved, logged, and dispatched again.
 
     Attributes:
-        top_k_weights: [T, K], as given, with its history.
+        num_tokens: T, the tokens that were routed.
         first, last: this rank's slice of the T tokens, `last` excluded.
-        slots: [N] int64, the flat slot (within the slice) of each row sent, by owner and expert.
-        row_of_slot: [last - first, K] int64, the row of each slot; N or more: the slot is skipped.
+        token_of_row: [N] int64, the token (within the slice) of each row sent, by owner and token.
+        rows_by_token: [N] int64, the rows of each token, token by token.
+        token_ends: [last - first + 1] int64, where each token's part of `rows_by_token` begins, and
+            the end.
         send_sizes, receive_sizes: [P] rows to and from each rank of the EP group.
-        counts: [P, E/P] int64, rows that each rank sends for each of this rank's experts.
-        arrival: [R] int64, row i in expert order is received row `arrival[i]`.
-        arrival_inverse: [R] int64, its inverse.
-        expert_ids: [R] int64, local expert of each row in expert order, ascending.
-        offsets: [E/P] int32, the end of each local expert's rows.
-        rows_per_expert: [E/P] rows of each local expert, known to the host.
+        row_of_slot: [S] int64, the received row of each slot, slots by local expert.
+        weights: [S], the routing weight of each slot, differentiable.
+        expert_ids: [S] int64, local expert of each slot, ascending.
+        offsets: [E/P] int32, the end of each local expert's slots.
+        rows_per_expert: [E/P] slots of each local expert, known to the host.
         needs: which gradients travel; None if the plan was made with grad mode off.
+        link: see `ep_dispatch.links`.
     """
 
-    top_k_weights: Tensor
+    num_tokens: int
     first: int
     last: int
-    slots: Tensor
-    row_of_slot: Tensor
+    token_of_row: Tensor
+    rows_by_token: Tensor
+    token_ends: Tensor
     send_sizes: tuple[int, ...]
     receive_sizes: tuple[int, ...]
-    counts: Tensor
-    arrival: Tensor
-    arrival_inverse: Tensor
+    row_of_slot: Tensor
+    weights: Tensor
     expert_ids: Tensor
     offsets: Tensor
     rows_per_expert: tuple[int, ...]
     needs: GradNeeds | None
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the tokens that were routed."""
-        return self.top_k_weights.shape[0]
+    link: Tensor | None
 
     @property
     def num_rows(self) -> int:
-        """R, the rows that this rank's experts get."""
+        """R, the rows that this rank gets."""
         return sum(self.receive_sizes)
-
-    @property
-    def token_of_row(self) -> Tensor:
-        """[N] int64, the token (within the slice) of each row sent."""
-        return self.slots // self.row_of_slot.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class ReceivedRows:
-    """The rows that this rank's experts get, grouped by local expert.
+    """The tokens that this rank's experts get, each once, and the slots that name them.
 
     Attributes:
-        rows: [R, H].
-        expert_ids: [R, J] int64, local expert ids; here J = 1 and they ascend.
-        weights: [R, J], the routing weights that came with the rows, differentiable.
-        offsets: [E/P] int32, the end of each local expert's rows.
+        rows: [R, H], by source rank.
+        row_of_slot: [S] int64, the row of each slot; slots are grouped by local expert.
+        weights: [S], the routing weight of each slot, differentiable.
+        expert_ids: [S] int64, the local expert of each slot, ascending.
+        offsets: [E/P] int32, the end of each local expert's slots.
     """
 
     rows: Tensor
-    expert_ids: Tensor
+    row_of_slot: Tensor
     weights: Tensor
+    expert_ids: Tensor
     offsets: Tensor
+
+    def by_expert(self) -> Tensor:
+        """A copy of its row for each slot: [S, H], grouped by local expert up to `offsets`."""
+        return gather_rows(self.rows, self.row_of_slot, *self._slots_by_row)
+
+    def sum(self, outputs: Tensor) -> Tensor:
+        """From outputs [S, H] of the slots, weighted, to the sum of each row: [R, H].
+
+        Accumulated in float32 or wider; of the outputs' dtype.
+        """
+        return sum_rows(outputs, self.row_of_slot, *self._slots_by_row)
+
+    @cached_property
+    def _slots_by_row(self) -> tuple[Tensor, Tensor]:
+        return transpose_index(self.row_of_slot, self.rows.shape[0])
 
 
 @dataclass(frozen=True, eq=False)

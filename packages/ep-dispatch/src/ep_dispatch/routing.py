@@ -1,8 +1,8 @@
-"""Index arithmetic of routing: which row a slot becomes, and in which order rows lie. No communication.
+"""Index arithmetic of routing: which rows tokens become, and in which order they lie. No communication.
 
 T = tokens of this rank, K = experts per token, E = experts of a layer, P = ranks of the EP group,
-N = rows sent, R = rows received. A slot is one of a token's K choices; a row is one token copy in a
-buffer. Expert e is owned by rank `e // (E / P)`: owners hold contiguous ranges.
+N = rows sent, R = rows received, S = slots received. A slot is one of a token's K choices; a row is one
+token copy in a buffer. Expert e is owned by rank `e // (E / P)`: owners hold contiguous ranges.
 """
 
 from __future__ import annotations
@@ -12,75 +12,110 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SKIPPED", "SlotOrder", "expert_major_order", "inverse_permutation", "local_routes"]
+__all__ = ["SKIPPED", "SendOrder", "expert_major_order", "local_routes", "transpose_index"]
 
 SKIPPED = -1
 """The expert id of a slot that no expert shall compute: it contributes exactly zero."""
 
 
 @dataclass(frozen=True, eq=False)
-class SlotOrder:
-    """How the T*K slots of a rank lie in its send buffer: sorted by expert, so also by owner rank.
+class SendOrder:
+    """How the rows and slots of a rank lie in its send buffers.
+
+    A token is one row for each rank that owns any of its experts: rows lie by owner, then by token.
+    Slots lie by expert, so also by owner; each names its row. What is not sent lies at the end: how much
+    that is, is on the device (`rows_per_owner`, `counts`) until the host has read it.
 
     Attributes:
-        slots: [T*K] int64, flat slots (`token * K + k`) by expert id, equal ids in slot order;
-            skipped slots come last.
-        rows: [T, K] int64, the row of each slot: the inverse of `slots`. A skipped slot's row lies
-            behind the last row that is sent.
-        counts: [E] int64, rows of each expert.
+        counts: [E] int64, slots of each expert.
+        rows_per_owner: [P] int64, rows for each rank.
+        slots: [T*K] int64, flat slots (`token * K + k`) by expert id, equal ids in slot order.
+        row_of_slot: [T*K] int32, for each of `slots`, its row, counted from the first of its owner.
+        token_of_row: [P*T] int64, the token of each row.
+        rows_by_token: [P*T] int64, the rows of token 0 first, then those of token 1, and so on.
+        token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
         invalid: 0-dim bool, whether any id was out of range (such slots are ordered as skipped).
     """
 
-    slots: Tensor
-    rows: Tensor
     counts: Tensor
+    rows_per_owner: Tensor
+    slots: Tensor
+    row_of_slot: Tensor
+    token_of_row: Tensor
+    rows_by_token: Tensor
+    token_ends: Tensor
     invalid: Tensor
 
     @classmethod
-    def of(cls, top_k_index: Tensor, num_experts: int) -> SlotOrder:
+    def of(cls, top_k_index: Tensor, num_experts: int, ranks: int) -> SendOrder:
         """Order the slots of `top_k_index` ([T, K], global expert ids or `SKIPPED`).
 
-        Cost: one stable sort of T*K integers; no host synchronization.
+        Cost: one stable sort of T*K integers, sums over P*T; no host synchronization.
         """
+        tokens, top_k = top_k_index.shape
         ids = top_k_index.reshape(-1).long()
         inside = (ids >= 0) & (ids < num_experts)
-        # Skipped slots sort behind the last expert, and are counted in a bin that is dropped.
-        keys = ids.masked_fill(~inside, num_experts)
+        # Skipped slots sort behind the last expert; they and their owner have a bin that is dropped.
+        keys, slots = ids.masked_fill(~inside, num_experts).sort(stable=True)
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, keys, torch.ones_like(keys))
-        slots = torch.argsort(keys, stable=True)
+        pairs = keys // (num_experts // ranks) * tokens + slots // max(top_k, 1)
+        present = torch.zeros((ranks + 1) * tokens, dtype=torch.int64, device=ids.device)
+        present = present.scatter_(0, pairs, 1)[: ranks * tokens].view(ranks, tokens)
+        row = present.view(-1).cumsum(0).view(ranks, tokens) - 1
+        rows_per_owner, rows_per_token = present.sum(1), present.sum(0)
+        first = rows_per_owner.cumsum(0) - rows_per_owner
+        in_block = torch.nn.functional.pad((row - first[:, None]).view(-1), (0, tokens))
+        token = torch.arange(tokens, device=ids.device).expand(ranks, tokens)
         return cls(
-            slots=slots,
-            rows=inverse_permutation(slots).view(top_k_index.shape),
             counts=counts[:num_experts],
+            rows_per_owner=rows_per_owner,
+            slots=slots,
+            row_of_slot=in_block[pairs].int(),
+            token_of_row=_compacted(token, present),
+            rows_by_token=_compacted(row.T, present.T),
+            token_ends=torch.nn.functional.pad(rows_per_token.cumsum(0), (1, 0)),
             invalid=(~inside & (ids != SKIPPED)).any(),
         )
 
 
-def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`: `x[order][inverse]` is `x`."""
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), dtype=order.dtype, device=order.device)
-    return inverse
+def _compacted(values: Tensor, present: Tensor) -> Tensor:
+    """The values where `present` is 1, in order, and anything behind them."""
+    kept, count = present.reshape(-1), present.numel()
+    out = torch.zeros(count + 1, dtype=values.dtype, device=values.device)
+    place = (kept.cumsum(0) - 1).masked_fill(kept == 0, count)
+    return out.scatter_(0, place, values.reshape(-1))[:count]
 
 
-def expert_major_order(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order that groups received rows by local expert.
-
-    Rows arrive by source rank, and by local expert within a source.
-
-    Args:
-        counts: [P, E/P] int64, rows that source p sent for local expert e.
-        num_rows: R, their sum (given, so that the device need not be asked).
+def transpose_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """From `index` [N], which names a target below `size` for each row, the rows of each target.
 
     Returns:
-        `order` [R] int64: row i in expert order is received row `order[i]`; rows of one expert stay
-        in source order. `expert_ids` [R] int64, ascending. `offsets` [E/P] int32, the end of each
-        expert's rows, as `torch.nn.functional.grouped_mm` takes them.
+        `order` [N] int64, the rows of target 0 first, in order, then those of target 1, and so on;
+        `ends` [size + 1] int64, where each target's part begins, and the end.
+    """
+    counts = torch.zeros(size, dtype=torch.int64, device=index.device)
+    counts.scatter_add_(0, index, torch.ones_like(index))
+    return index.argsort(stable=True), torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def expert_major_order(counts: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order that groups received slots by local expert.
+
+    Slots arrive by source rank, and by local expert within a source.
+
+    Args:
+        counts: [P, E/P] int64, slots that source p sent for local expert e.
+        num_slots: S, their sum (given, so that the device need not be asked).
+
+    Returns:
+        `order` [S] int64: slot i in expert order is received slot `order[i]`; slots of one expert stay
+        in source order. `expert_ids` [S] int64, ascending. `offsets` [E/P] int32, the end of each
+        expert's slots, as `torch.nn.functional.grouped_mm` takes them.
     """
     ranks, experts = counts.shape
     ids = torch.arange(experts, device=counts.device).repeat(ranks)
-    ids = ids.repeat_interleave(counts.reshape(-1), output_size=num_rows)
+    ids = ids.repeat_interleave(counts.reshape(-1), output_size=num_slots)
     expert_ids, order = torch.sort(ids, stable=True)
     offsets = counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
     return order, expert_ids, offsets
