@@ -210,3 +210,41 @@ def test_all_reduce_never_asks_the_device():
     assert w.grad.shape == w.shape
     with pytest.raises(RuntimeError, match="meta"):
         ids.tolist()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks, moe, calls):
+    """The recomputation routes as the forward did, also in a second backward and a second call."""
+
+    def run(rank):
+        case = moe.Case(routing="random")
+        whole, inputs = moe.whole_inputs(case)
+        implementation, _ = moe.build(case, rank, whole)
+        hidden, ids, weights, cotangent = inputs[rank // case.tp]
+        flips = []
+
+        def region(x, w):
+            for _ in range(calls):
+                chosen = ids.roll(len(flips), dims=0) if flips else ids  # another router, then
+                flips.append(1)
+                x = implementation(x, chosen, w)
+            return x
+
+        def reference(x, w):
+            for number in range(calls):
+                x = moe.reference(whole, x, ids.roll(number, dims=0) if number else ids, w)
+            return x
+
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        out = checkpoint(region, x, w, use_reentrant=False)
+        assert implementation._memory._routings
+        out.backward(cotangent, retain_graph=True)
+        out.backward(cotangent)
+        assert len(flips) == 3 * calls
+        y, v = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        reference(y, v).backward(cotangent)
+        assert moe.error(x.grad, 2 * y.grad) < 1e-12
+        assert moe.error(w.grad, 2 * v.grad) < 1e-12
+        assert not implementation._memory._routings, "it goes with the graph"
+
+    ranks.run(run)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from typing import Any
+
+import torch
 
 
 def transformers_expert_parallel() -> Any:
@@ -12,4 +16,29 @@ def transformers_expert_parallel() -> Any:
     return expert_parallel
 
 
-__all__ = ["transformers_expert_parallel"]
+def checkpoint_frame() -> tuple[object | None, int | None]:
+    """The checkpointed region that this code runs in, and the backward that recomputes it.
+
+    torch 2.11 to 2.13: `torch.utils.checkpoint.checkpoint(use_reentrant=False)` puts hooks for saved
+    tensors in place whose closure names the region, in forward and again in each recomputation. Where
+    that is not found (other hooks on top, the reentrant variant), there is no region.
+
+    Returns:
+        an object that lives as long as the region's graph, the same in forward and recomputation, or
+        None; and the number of the backward, or None in forward.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None, None
+    pack = inspect.unwrap(hooks[0])
+    cells = getattr(pack, "__closure__", None) or ()
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    found = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
+    reference = found.get("target_frame_ref")
+    if isinstance(reference, weakref.ref):
+        return reference(), torch._C._current_graph_task_id()
+    frame = found.get("frame")
+    return (frame, None) if hasattr(frame, "weak_holders") else (None, None)
+
+
+__all__ = ["checkpoint_frame", "transformers_expert_parallel"]

@@ -10,17 +10,19 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
 from .agreement import Notice, agree
+from .checkpointing import CheckpointMemory
 from .collectives import _all_to_all, chunk_bounds, gather_over_group
-from .implementation import EPImplementation
+from .implementation import EPImplementation, ExpertsForward
 from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
-from .plan import DispatchPlan, ReceivedRows, Ticket
+from .plan import DispatchPlan, ReceivedRows, Routing, Ticket
 from .routing import SendOrder, expert_major_order
 from .rows import gather_rows, sum_rows
 
@@ -39,6 +41,10 @@ class AllToAll(EPImplementation):
 
     Nothing of a call is kept on the object: several may be in flight.
 
+    Inside `torch.utils.checkpoint.checkpoint(use_reentrant=False)` the routing of the forward is kept
+    (integers) and used again in the recomputation: a near tie that the recomputed router decides in
+    another way changes no shape, and the counts travel once.
+
     If `experts_forward` has a method `grouped(rows [R, H], row_of_slot [S], weights [S], offsets [E/P])
     -> [R, H]`, it is called with each row once; else with a copy of the row per slot.
 
@@ -47,6 +53,10 @@ class AllToAll(EPImplementation):
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
     integer indices.
     """
+
+    def __init__(self, experts_forward: ExpertsForward, **settings: Any) -> None:
+        super().__init__(experts_forward, **settings)
+        self._memory = CheckpointMemory()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
@@ -75,6 +85,11 @@ class AllToAll(EPImplementation):
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """
+        routing = self._memory.recall()
+        if routing is not None:
+            link, (weights,) = self._exchange_slots(routing, top_k_weights)
+            return DispatchPlan(**vars(routing), weights=weights[routing.arrival], link=link)
+
         problem = (
             checks.routing_problem(top_k_index, top_k_weights)
             if hidden_states is None
@@ -82,42 +97,17 @@ class AllToAll(EPImplementation):
         )
         if problem is not None:
             self._refuse(top_k_index, problem)
-        first, last = self._slice(top_k_index.shape[0])
-        notice = self._notice(top_k_weights, hidden_states)
-        with torch.no_grad():
-            order = SendOrder.of(top_k_index[first:last], self.num_experts, self.ep_size)
-            counts, leaving, arriving, notices = self._exchange_counts(order, notice)
-            if notices[self.ep_rank].bad_ids:
-                raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
-            needs = agree(notices)
-            send, receive = ([row[-1] for row in table] for table in (leaving, arriving))
-            slots_sent, slots = ([sum(row[:-1]) for row in table] for table in (leaving, arriving))
-            arrival, expert_ids, offsets = expert_major_order(counts[:, :-1], sum(slots))
-        link, weights, row_of_slot = self._exchange_slots(
-            order, top_k_weights, needs, slots_sent, slots
-        )
+        routing, counts, row_in_block = self._route(top_k_index, top_k_weights, hidden_states)
+        link, (weights, rows) = self._exchange_slots(routing, top_k_weights, row_in_block)
         with torch.no_grad():
             # From rows counted within their source to rows counted over all.
             before = counts[:, -1].cumsum(0) - counts[:, -1]
-            source = before.repeat_interleave(counts[:, :-1].sum(1), output_size=sum(slots))
-            row_of_slot = (row_of_slot + source)[arrival]
-        return DispatchPlan(
-            num_tokens=top_k_index.shape[0],
-            first=first,
-            last=last,
-            token_of_row=order.token_of_row[: sum(send)],
-            rows_by_token=order.rows_by_token[: sum(send)],
-            token_ends=order.token_ends,
-            send_sizes=tuple(send),
-            receive_sizes=tuple(receive),
-            row_of_slot=row_of_slot,
-            weights=weights[arrival],
-            expert_ids=expert_ids,
-            offsets=offsets,
-            rows_per_expert=tuple(map(sum, zip(*(row[:-1] for row in arriving), strict=True))),
-            needs=needs,
-            link=link,
-        )
+            before = before.repeat_interleave(
+                counts[:, :-1].sum(1), output_size=sum(routing.slots_received)
+            )
+            routing = replace(routing, row_of_slot=(rows + before)[routing.arrival])
+        self._memory.remember(routing)
+        return DispatchPlan(**vars(routing), weights=weights[routing.arrival], link=link)
 
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
         """Send the tokens [T, H] to the ranks of their experts.
@@ -234,6 +224,49 @@ class AllToAll(EPImplementation):
             weights_dtype=top_k_weights.dtype,
         )
 
+    def _route(
+        self, top_k_index: Tensor, top_k_weights: Tensor, hidden_states: Tensor | None
+    ) -> tuple[Routing, Tensor, Tensor]:
+        """Order rows and slots, tell the other ranks how many come, and reach the verdict.
+
+        Returns:
+            the routing, but for `row_of_slot`; [P, E/P + 1] of the slots and rows that arrive; for each
+            slot sent, its row, counted from the first of its owner.
+        """
+        first, last = self._slice(top_k_index.shape[0])
+        notice = self._notice(top_k_weights, hidden_states)
+        with torch.no_grad():
+            order = SendOrder.of(top_k_index[first:last], self.num_experts, self.ep_size)
+            counts, leaving, arriving, notices = self._exchange_counts(order, notice)
+            if notices[self.ep_rank].bad_ids:
+                raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
+            needs = agree(notices)
+            send, receive = (tuple(row[-1] for row in table) for table in (leaving, arriving))
+            slots_sent, slots_received = (
+                tuple(sum(row[:-1]) for row in table) for table in (leaving, arriving)
+            )
+            arrival, expert_ids, offsets = expert_major_order(counts[:, :-1], sum(slots_received))
+        routing = Routing(
+            num_tokens=top_k_index.shape[0],
+            first=first,
+            last=last,
+            slots=order.slots[: sum(slots_sent)],
+            slots_sent=slots_sent,
+            slots_received=slots_received,
+            arrival=arrival,
+            token_of_row=order.token_of_row[: sum(send)],
+            rows_by_token=order.rows_by_token[: sum(send)],
+            token_ends=order.token_ends,
+            send_sizes=send,
+            receive_sizes=receive,
+            row_of_slot=arrival,
+            expert_ids=expert_ids,
+            offsets=offsets,
+            rows_per_expert=tuple(map(sum, zip(*(row[:-1] for row in arriving), strict=True))),
+            needs=needs,
+        )
+        return routing, counts, order.row_of_slot[: sum(slots_sent)]
+
     def _exchange_counts(
         self, order: SendOrder, notice: Notice
     ) -> tuple[Tensor, list[list[int]], list[list[int]], list[Notice]]:
@@ -259,34 +292,27 @@ class AllToAll(EPImplementation):
         return arrived[:, :counted], leaving, arriving, notices
 
     def _exchange_slots(
-        self,
-        order: SendOrder,
-        top_k_weights: Tensor,
-        needs: GradNeeds | None,
-        send: list[int],
-        receive: list[int],
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Bring each slot's weight and row to its owner.
+        self, routing: Routing, top_k_weights: Tensor, *others: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Bring each slot's weight, and what else there is of it, to its owner, in one exchange.
 
         Returns:
-            the link, if one goes on from here; weights [S] and rows [S] (int32, counted within their
-            source), by source and expert.
+            the link, if one goes on from here; the weights [S] and the others [S], as they arrive.
         """
         link = None
-        if self.ep_size > 1 and needs is not None and needs.weights:
+        if self.ep_size > 1 and routing.needs is not None and routing.needs.weights:
             link = new_link(top_k_weights.device)
         weights = top_k_weights
         if self._slices:
             assert self.tp_group is not None
             link, (weights,) = split_linked(link, (weights,), (True,), self.tp_group)
-        sent = sum(send)
-        weights, rows = weights.reshape(-1)[order.slots[:sent]], order.row_of_slot[:sent]
-        if self.ep_size > 1:
-            assert self.ep_group is not None
-            link, (weights, rows) = exchange_linked(
-                link, (weights, rows), (True, False), self.ep_group, send, receive, packed=True
-            )
-        return link, weights, rows
+        tensors = [weights.reshape(-1)[routing.slots], *others]
+        if self.ep_size == 1:
+            return None, tensors
+        assert self.ep_group is not None
+        sizes = routing.slots_sent, routing.slots_received
+        needs = [x.is_floating_point() for x in tensors]
+        return exchange_linked(link, tensors, needs, self.ep_group, *sizes, packed=True)
 
     def _refuse(self, top_k_index: object, problem: str) -> NoReturn:
         """Raise, and let the other ranks of the group raise too."""

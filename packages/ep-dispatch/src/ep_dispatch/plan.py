@@ -1,4 +1,4 @@
-"""The plain data between the phases of `all_to_all`: nothing of a call is kept on the object.
+"""The plain data between the phases of `all_to_all`.
 
 T = tokens of this rank, H = hidden size, K = experts per token, E = experts of a layer, P = ranks of
 the EP group, N = rows sent, R = rows received, S = slots received.
@@ -16,50 +16,67 @@ from .links import GradNeeds
 from .routing import transpose_index
 from .rows import gather_rows, sum_rows
 
-__all__ = ["DispatchPlan", "ReceivedRows", "Ticket"]
+__all__ = ["DispatchPlan", "ReceivedRows", "Routing", "Ticket"]
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchPlan:
-    """Where each row of one routing goes. It can be saved, logged, and dispatched again.
+class Routing:
+    """Where each row of one routing goes: integers alone.
 
     Attributes:
         num_tokens: T, the tokens that were routed.
         first, last: this rank's slice of the T tokens, `last` excluded.
+        slots: [N'] int64, the flat slot (`token * K + k`, within the slice) of each slot sent, by
+            expert.
+        slots_sent, slots_received: [P] slots to and from each rank of the EP group.
+        arrival: [S] int64, slot i in expert order is received slot `arrival[i]`.
         token_of_row: [N] int64, the token (within the slice) of each row sent, by owner and token.
         rows_by_token: [N] int64, the rows of each token, token by token.
         token_ends: [last - first + 1] int64, where each token's part of `rows_by_token` begins, and
             the end.
         send_sizes, receive_sizes: [P] rows to and from each rank of the EP group.
         row_of_slot: [S] int64, the received row of each slot, slots by local expert.
-        weights: [S], the routing weight of each slot, differentiable.
         expert_ids: [S] int64, local expert of each slot, ascending.
         offsets: [E/P] int32, the end of each local expert's slots.
         rows_per_expert: [E/P] slots of each local expert, known to the host.
         needs: which gradients travel; None if the plan was made with grad mode off.
-        link: see `ep_dispatch.links`.
     """
 
     num_tokens: int
     first: int
     last: int
+    slots: Tensor
+    slots_sent: tuple[int, ...]
+    slots_received: tuple[int, ...]
+    arrival: Tensor
     token_of_row: Tensor
     rows_by_token: Tensor
     token_ends: Tensor
     send_sizes: tuple[int, ...]
     receive_sizes: tuple[int, ...]
     row_of_slot: Tensor
-    weights: Tensor
     expert_ids: Tensor
     offsets: Tensor
     rows_per_expert: tuple[int, ...]
     needs: GradNeeds | None
-    link: Tensor | None
 
     @property
     def num_rows(self) -> int:
         """R, the rows that this rank gets."""
         return sum(self.receive_sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan(Routing):
+    """A routing, and the weights of the slots. It can be saved, logged, and dispatched again.
+
+    Attributes:
+        weights: [S], the routing weight of each slot, differentiable.
+        link: see `ep_dispatch.links`.
+    """
+
+    weights: Tensor
+    link: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
