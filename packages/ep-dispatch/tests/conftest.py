@@ -61,6 +61,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     weights_dtype: torch.dtype | None = None
     name: str = "all_to_all"
+    settings: tuple[tuple[str, object], ...] = ()  # of the implementation, beside the usual ones
     hidden_grad: bool = True
     weights_grad: bool = True
     experts_grad: bool = True
@@ -135,6 +136,7 @@ def build(case: Case, rank: int, whole: Experts | None = None, **more):
             "tp_group": tp_group,
             "sequence_parallel": case.sequence_parallel,
         }
+        | dict(case.settings)
         | more
     )
     return implementation, experts

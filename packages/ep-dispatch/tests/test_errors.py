@@ -115,7 +115,13 @@ def test_registry():
         pass
 
     names = EPImplementationInterface.names()
-    assert names[:4] == ["auto", "all_to_all", "all_reduce", "deepgemm_megamoe"]
+    assert names[:5] == [
+        "auto",
+        "all_to_all",
+        "all_to_all_hierarchical",
+        "all_reduce",
+        "deepgemm_megamoe",
+    ]
     EPImplementationInterface.register("mine", Mine)
     assert EPImplementationInterface.get("mine") is Mine
     EPImplementationInterface.register("mine", AllReduce)

@@ -27,6 +27,11 @@ def routings(draw):
     return torch.tensor(values, dtype=torch.int64).view(tokens, slots), num_experts
 
 
+def send_order(ids, experts, ranks):
+    token = torch.arange(ids.numel()) // ids.shape[1]
+    return SendOrder.of(token, ids.flatten(), tokens=len(ids), experts=experts, ranks=ranks)
+
+
 @given(routings(), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
 def test_send_order(routing, ranks):
@@ -36,7 +41,7 @@ def test_send_order(routing, ranks):
     ids = torch.where(
         ids < 0, ids, (ids * 7 + torch.arange(ids.numel()).view(ids.shape)) % num_experts
     )
-    order = SendOrder.of(ids, num_experts, ranks)
+    order = send_order(ids, num_experts, ranks)
     assert not order.invalid
     pairs = sorted({(e // local, t) for t, row in enumerate(ids.tolist()) for e in row if e >= 0})
     N = len(pairs)
@@ -61,7 +66,7 @@ def test_send_order(routing, ranks):
 
 def test_ids_out_of_range_are_noticed_and_have_no_row():
     for bad in (-2, 4, 1 << 40):
-        order = SendOrder.of(torch.tensor([[0, bad], [3, -1]]), 4, 2)
+        order = send_order(torch.tensor([[0, bad], [3, -1]]), 4, 2)
         assert order.invalid
         assert order.counts.tolist() == [1, 0, 0, 1]
         assert order.rows_per_owner.tolist() == [1, 1]

@@ -7,6 +7,7 @@ frameworks with experts of their own: `AllToAll.prepare`, `.dispatch`, `.combine
 from .all_reduce import AllReduce
 from .all_to_all import AllToAll
 from .auto import Auto
+from .hierarchical import HierarchicalAllToAll
 from .implementation import EPImplementation, EPImplementationInterface, ExpertsForward
 from .megamoe import DeepGemmMegaMoe
 from .plan import DispatchPlan, ReceivedRows, Ticket
@@ -20,10 +21,15 @@ __all__ = [
     "EPImplementation",
     "EPImplementationInterface",
     "ExpertsForward",
+    "HierarchicalAllToAll",
     "ReceivedRows",
     "Ticket",
 ]
 
 EPImplementationInterface._register_built_in(
-    auto=Auto, all_to_all=AllToAll, all_reduce=AllReduce, deepgemm_megamoe=DeepGemmMegaMoe
+    auto=Auto,
+    all_to_all=AllToAll,
+    all_to_all_hierarchical=HierarchicalAllToAll,
+    all_reduce=AllReduce,
+    deepgemm_megamoe=DeepGemmMegaMoe,
 )

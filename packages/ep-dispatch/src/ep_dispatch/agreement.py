@@ -7,8 +7,8 @@ exchange that another has refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -52,6 +52,14 @@ class Notice:
 
     LENGTH: ClassVar[int] = 6
 
+    @property
+    def needs(self) -> GradNeeds | None:
+        """Which gradients travel, if this is what all ranks agreed on; None if grad mode is off."""
+        if not self.grad:
+            return None
+        rows = self.hidden or self.weights or self.experts
+        return GradNeeds(hidden=self.hidden, weights=self.weights, rows=rows)
+
     def encode(self) -> list[int]:
         """As integers: flags, tokens, batch, width, dtypes; the last is for `bad_ids`, known on the device."""
         flags = (
@@ -88,47 +96,51 @@ def _dtype(code: int) -> torch.dtype | None:
     return None if code == 0 else DTYPES[code - 1]
 
 
-def agree(notices: Sequence[Notice]) -> GradNeeds | None:
-    """The verdict of a group: which gradients travel, None if grad mode is off.
+def agree(notices: Mapping[int, Notice]) -> Notice:
+    """The verdict of some ranks of a group.
 
     Args:
-        notices: of every rank of the EP group, in rank order.
+        notices: by EP rank.
+
+    Returns:
+        what all of them together would tell others: whose gradients are needed is joined.
 
     Raises:
         RuntimeError: a rank refused its inputs, or the ranks' inputs do not fit together.
     """
-    wrong = [p for p, notice in enumerate(notices) if notice.refused or notice.bad_ids]
+    wrong = [p for p, notice in notices.items() if notice.refused or notice.bad_ids]
     if wrong:
         raise RuntimeError(
-            f"ranks {wrong} of the EP group refused their inputs (each says why in an error of its "
-            "own); nothing was sent."
+            f"ranks {wrong} of the EP group refused their inputs, or heard of one that did (each says "
+            "why in an error of its own); nothing was sent."
         )
     _same(
         "hidden states of one width and dtype, and routing weights of one dtype",
-        [(notice.width, notice.dtype, notice.weights_dtype) for notice in notices],
+        {p: (notice.width, notice.dtype, notice.weights_dtype) for p, notice in notices.items()},
     )
     _same(
         "one grad mode (all with gradients, or all under torch.no_grad)",
-        [notice.grad for notice in notices],
+        {p: notice.grad for p, notice in notices.items()},
     )
-    tokens = {p: notice.tokens for p, notice in enumerate(notices)}
-    if any(tokens[p] != tokens[notice.batch] for p, notice in enumerate(notices)):
+    tokens = {p: notice.tokens for p, notice in notices.items()}
+    shared = {p: notice.batch for p, notice in notices.items() if notice.batch in notices}
+    if any(tokens[p] != tokens[first] for p, first in shared.items()):
         raise RuntimeError(
             f"ranks that share a batch must hold the same tokens, got {tokens} tokens by EP rank, "
-            f"which share them with EP rank {[notice.batch for notice in notices]}; "
-            "feed the ranks of a TP group the same batch, or build with sequence_parallel=True if "
-            "each holds a slice of it."
+            f"which share them with EP rank {shared}; feed the ranks of a TP group the same batch, or "
+            "build with sequence_parallel=True if each holds a slice of it."
         )
-    if not notices[0].grad:
-        return None
-    hidden = any(notice.hidden for notice in notices)
-    weights = any(notice.weights for notice in notices)
-    experts = any(notice.experts for notice in notices)
-    return GradNeeds(hidden=hidden, weights=weights, rows=hidden or weights or experts)
+    first = next(iter(notices.values()))
+    return replace(
+        first,
+        hidden=any(notice.hidden for notice in notices.values()),
+        weights=any(notice.weights for notice in notices.values()),
+        experts=any(notice.experts for notice in notices.values()),
+    )
 
 
-def _same(what: str, values: Sequence[object]) -> None:
-    if any(value != values[0] for value in values):
+def _same(what: str, values: Mapping[int, object]) -> None:
+    if len(set(values.values())) > 1:
         raise RuntimeError(
-            f"the ranks of an EP group must have {what}, got {dict(enumerate(values))} by EP rank."
+            f"the ranks of an EP group must have {what}, got {dict(values)} by EP rank."
         )

@@ -10,8 +10,9 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
-from .collectives import _all_to_all, chunk_bounds, gather_over_group
+from .collectives import chunk_bounds, gather_over_group
 from .implementation import EPImplementation, ExpertsForward
 from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
-from .plan import DispatchPlan, ReceivedRows, Routing, Ticket
-from .routing import SendOrder, expert_major_order
+from .plan import DispatchPlan, Hop, ReceivedRows, Routing, Ticket
 from .rows import gather_rows, sum_rows
+from .stage import Counted, Stage
+from .wire import WIRE_DTYPES, backward_dtype
 
 __all__ = ["AllToAll"]
 
@@ -39,14 +41,20 @@ class AllToAll(EPImplementation):
     Fits every layout. The ranks of a TP group hold the same tokens, so each sends its own `1/tp`
     slice of them (uneven or empty), and the outputs are gathered over TP.
 
-    Nothing of a call is kept on the object: several may be in flight.
-
     Inside `torch.utils.checkpoint.checkpoint(use_reentrant=False)` the routing of the forward is kept
     (integers) and used again in the recomputation: a near tie that the recomputed router decides in
-    another way changes no shape, and the counts travel once.
+    another way changes no shape, and the counts travel once. Nothing else of a call is kept on the
+    object: several may be in flight.
 
     If `experts_forward` has a method `grouped(rows [R, H], row_of_slot [S], weights [S], offsets [E/P])
     -> [R, H]`, it is called with each row once; else with a copy of the row per slot.
+
+    Args:
+        experts_forward: see `EPImplementation`.
+        wire_dtype: what rows are cast to while they travel, if that is narrower: bfloat16, float16, or
+            float8_e4m3fn with a scale per row (then partial sums and gradients travel in bfloat16).
+            None: the hidden states' dtype. The same on all ranks.
+        settings: see `EPImplementation`.
 
     Cost of a forward: one all-to-all of `E/P + 7` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
@@ -54,9 +62,26 @@ class AllToAll(EPImplementation):
     integer indices.
     """
 
-    def __init__(self, experts_forward: ExpertsForward, **settings: Any) -> None:
+    def __init__(
+        self,
+        experts_forward: ExpertsForward,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(experts_forward, **settings)
+        if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+            raise ValueError(
+                f"wire_dtype must be None or one of {', '.join(map(str, WIRE_DTYPES))}, got "
+                f"{wire_dtype!r}."
+            )
+        self.wire_dtype = wire_dtype
+        self.stages = self._make_stages()
         self._memory = CheckpointMemory()
+
+    def _make_stages(self) -> Sequence[Stage]:
+        """The exchanges on the way to the experts."""
+        return [Stage(self.ep_group, tuple(range(self.ep_size)), self.num_experts)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
@@ -87,27 +112,20 @@ class AllToAll(EPImplementation):
         """
         routing = self._memory.recall()
         if routing is not None:
-            link, (weights,) = self._exchange_slots(routing, top_k_weights)
-            return DispatchPlan(**vars(routing), weights=weights[routing.arrival], link=link)
-
+            link, weights, _ = self._send_weights(routing, top_k_weights)
+            return DispatchPlan(**vars(routing), weights=weights, link=link)
         problem = (
             checks.routing_problem(top_k_index, top_k_weights)
             if hidden_states is None
             else checks.inputs_problem(hidden_states, top_k_index, top_k_weights)
         )
-        if problem is not None:
-            self._refuse(top_k_index, problem)
-        routing, counts, row_in_block = self._route(top_k_index, top_k_weights, hidden_states)
-        link, (weights, rows) = self._exchange_slots(routing, top_k_weights, row_in_block)
+        routing, counted, rows = self._route(problem, top_k_index, top_k_weights, hidden_states)
+        link, weights, rows = self._send_weights(routing, top_k_weights, rows)
         with torch.no_grad():
-            # From rows counted within their source to rows counted over all.
-            before = counts[:, -1].cumsum(0) - counts[:, -1]
-            before = before.repeat_interleave(
-                counts[:, :-1].sum(1), output_size=sum(routing.slots_received)
-            )
-            routing = replace(routing, row_of_slot=(rows + before)[routing.arrival])
+            last = self.stages[-1].complete(routing.hops[-1], counted, rows)
+        routing = replace(routing, hops=(*routing.hops[:-1], last))
         self._memory.remember(routing)
-        return DispatchPlan(**vars(routing), weights=weights[routing.arrival], link=link)
+        return DispatchPlan(**vars(routing), weights=weights, link=link)
 
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
         """Send the tokens [T, H] to the ranks of their experts.
@@ -134,15 +152,15 @@ class AllToAll(EPImplementation):
             link = new_link(hidden_states.device)
         # If the hidden states need no gradient, nothing goes back behind them.
         inner = link if needs.hidden else None
-        tokens = hidden_states
+        rows = hidden_states
         if self._slices:
             assert self.tp_group is not None
-            inner, (tokens,) = split_linked(inner, (tokens,), (True,), self.tp_group)
-        rows = gather_rows(tokens, plan.token_of_row, plan.rows_by_token, plan.token_ends)
-        if self.ep_size > 1:
-            assert self.ep_group is not None
-            sizes = plan.send_sizes, plan.receive_sizes
-            inner, (rows,) = exchange_linked(inner, (rows,), (True,), self.ep_group, *sizes)
+            inner, (rows,) = split_linked(inner, (rows,), (True,), self.tp_group)
+        for stage, hop in zip(self.stages, plan.hops, strict=True):
+            rows = gather_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
+            if stage.size > 1:
+                exchange = stage.row_exchange(hop, self.wire_dtype)
+                inner, (rows,) = exchange_linked(inner, (rows,), (True,), exchange)
         ticket = Ticket(
             plan=plan,
             needs=needs,
@@ -150,7 +168,8 @@ class AllToAll(EPImplementation):
             dtype=hidden_states.dtype,
             width=hidden_states.shape[1],
         )
-        received = ReceivedRows(rows, plan.row_of_slot, plan.weights, plan.expert_ids, plan.offsets)
+        last = plan.hops[-1]
+        received = ReceivedRows(rows, last.row_of_slot, plan.weights, last.expert_ids, last.offsets)
         return received, ticket
 
     def run_on(self, received: ReceivedRows) -> Tensor:
@@ -186,16 +205,16 @@ class AllToAll(EPImplementation):
                 f"combine takes one row per received row, [{plan.num_rows}, {ticket.width}], got "
                 f"{list(rows.shape)}; outputs of slots are summed per row first (`ReceivedRows.sum`)."
             )
-        rows = rows.to(ticket.dtype)
-        if self.ep_size > 1:
-            assert self.ep_group is not None
-            sizes = plan.receive_sizes, plan.send_sizes
-            link, needs = ticket.link, (ticket.needs.rows,)
-            _, (rows,) = exchange_linked(link, (rows,), needs, self.ep_group, *sizes)
-        output = sum_rows(rows, plan.token_of_row, plan.rows_by_token, plan.token_ends)
+        rows, link = rows.to(ticket.dtype), ticket.link
+        wire = backward_dtype(self.wire_dtype)
+        for stage, hop in zip(reversed(self.stages), reversed(plan.hops), strict=True):
+            if stage.size > 1:
+                exchange = stage.row_exchange(hop, wire, back=True)
+                link, (rows,) = exchange_linked(link, (rows,), (ticket.needs.rows,), exchange)
+            rows = sum_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
         if self._slices:
-            output = gather_over_group(output, self.tp_group, size=plan.num_tokens)
-        return output
+            rows = gather_over_group(rows, self.tp_group, size=plan.num_tokens)
+        return rows
 
     @property
     def _slices(self) -> bool:
@@ -225,79 +244,61 @@ class AllToAll(EPImplementation):
         )
 
     def _route(
-        self, top_k_index: Tensor, top_k_weights: Tensor, hidden_states: Tensor | None
-    ) -> tuple[Routing, Tensor, Tensor]:
+        self,
+        problem: str | None,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        hidden_states: Tensor | None,
+    ) -> tuple[Routing, Counted, Tensor]:
         """Order rows and slots, tell the other ranks how many come, and reach the verdict.
 
+        A rank that refuses, or hears of one that does, takes part in the counts of the further stages,
+        so that all ranks hear of it, and raises then.
+
         Returns:
-            the routing, but for `row_of_slot`; [P, E/P + 1] of the slots and rows that arrive; for each
-            slot sent, its row, counted from the first of its owner.
+            the routing, whose last hop lacks `row_of_slot`; the counts of the last stage; for each slot
+            sent there its row, counted from the first of its owner.
         """
-        first, last = self._slice(top_k_index.shape[0])
-        notice = self._notice(top_k_weights, hidden_states)
-        with torch.no_grad():
-            order = SendOrder.of(top_k_index[first:last], self.num_experts, self.ep_size)
-            counts, leaving, arriving, notices = self._exchange_counts(order, notice)
-            if notices[self.ep_rank].bad_ids:
-                raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
-            needs = agree(notices)
-            send, receive = (tuple(row[-1] for row in table) for table in (leaving, arriving))
-            slots_sent, slots_received = (
-                tuple(sum(row[:-1]) for row in table) for table in (leaving, arriving)
-            )
-            arrival, expert_ids, offsets = expert_major_order(counts[:, :-1], sum(slots_received))
-        routing = Routing(
-            num_tokens=top_k_index.shape[0],
-            first=first,
-            last=last,
-            slots=order.slots[: sum(slots_sent)],
-            slots_sent=slots_sent,
-            slots_received=slots_received,
-            arrival=arrival,
-            token_of_row=order.token_of_row[: sum(send)],
-            rows_by_token=order.rows_by_token[: sum(send)],
-            token_ends=order.token_ends,
-            send_sizes=send,
-            receive_sizes=receive,
-            row_of_slot=arrival,
-            expert_ids=expert_ids,
-            offsets=offsets,
-            rows_per_expert=tuple(map(sum, zip(*(row[:-1] for row in arriving), strict=True))),
-            needs=needs,
-        )
-        return routing, counts, order.row_of_slot[: sum(slots_sent)]
+        error: Exception | None = None if problem is None else ValueError(problem)
+        hops: list[Hop] = []
+        if error is None:
+            first, last = self._slice(top_k_index.shape[0])
+            notice = self._notice(top_k_weights, hidden_states)
+            ids, rows = top_k_index[first:last].reshape(-1), last - first
+            token_of_slot = torch.arange(ids.numel(), device=ids.device) // top_k_index.shape[1]
+        for stage in self.stages:
+            if error is not None:
+                stage.refuse(getattr(top_k_index, "device", None))
+                continue
+            with torch.no_grad():
+                order = stage.order(token_of_slot, ids, rows)
+                counted = stage.count(order, notice)
+                try:
+                    if counted.notices[stage.members[stage.rank]].bad_ids:
+                        raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
+                    notice = agree(counted.notices)
+                except (ValueError, RuntimeError) as found:
+                    error = found
+                    continue
+                hop = stage.hop(order, counted)
+                row_in_block = order.row_of_slot[: sum(hop.slots_sent)]
+                if stage is not self.stages[-1]:
+                    (arrived,) = stage.slot_exchange(hop).there([row_in_block])
+                    hop = stage.complete(hop, counted, arrived)
+                    token_of_slot, ids, rows = hop.row_of_slot, hop.expert_ids, hop.num_rows
+                hops.append(hop)
+        if error is not None:
+            raise error
+        routing = Routing(top_k_index.shape[0], first, last, tuple(hops), notice.needs)
+        return routing, counted, row_in_block
 
-    def _exchange_counts(
-        self, order: SendOrder, notice: Notice
-    ) -> tuple[Tensor, list[list[int]], list[list[int]], list[Notice]]:
-        """Tell every rank how many slots come for each of its experts, how many rows, and the notice.
-
-        Returns:
-            [P, E/P + 1] of the slots and rows that arrive, on the device; those that leave and those
-            that arrive, known to the host; the notices of all ranks.
-        """
-        counted = self.num_local_experts + 1
-        table = order.counts.new_empty((self.ep_size, counted + Notice.LENGTH))
-        table[:, : counted - 1] = order.counts.view(self.ep_size, -1)
-        table[:, counted - 1] = order.rows_per_owner
-        table[:, counted:] = table.new_tensor(notice.encode())
-        table[:, -1] = order.invalid
-        arrived = table
-        if self.ep_group is not None and self.ep_size > 1:
-            ones = [1] * self.ep_size
-            arrived = _all_to_all(table, self.ep_group, ones, ones)
-        sent, received = torch.stack([table, arrived]).tolist()  # the one host synchronization
-        notices = [Notice.decode(row[counted:]) for row in received]
-        leaving, arriving = ([row[:counted] for row in rows] for rows in (sent, received))
-        return arrived[:, :counted], leaving, arriving, notices
-
-    def _exchange_slots(
-        self, routing: Routing, top_k_weights: Tensor, *others: Tensor
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Bring each slot's weight, and what else there is of it, to its owner, in one exchange.
+    def _send_weights(
+        self, routing: Routing, top_k_weights: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Bring each slot's weight to its owner, and with it the slot's row.
 
         Returns:
-            the link, if one goes on from here; the weights [S] and the others [S], as they arrive.
+            the link, if one goes on from here; the weights [S] by expert; the rows [S] as they came.
         """
         link = None
         if self.ep_size > 1 and routing.needs is not None and routing.needs.weights:
@@ -306,22 +307,17 @@ class AllToAll(EPImplementation):
         if self._slices:
             assert self.tp_group is not None
             link, (weights,) = split_linked(link, (weights,), (True,), self.tp_group)
-        tensors = [weights.reshape(-1)[routing.slots], *others]
-        if self.ep_size == 1:
-            return None, tensors
-        assert self.ep_group is not None
-        sizes = routing.slots_sent, routing.slots_received
-        needs = [x.is_floating_point() for x in tensors]
-        return exchange_linked(link, tensors, needs, self.ep_group, *sizes, packed=True)
-
-    def _refuse(self, top_k_index: object, problem: str) -> NoReturn:
-        """Raise, and let the other ranks of the group raise too."""
-        if self.ep_size > 1:
-            device = top_k_index.device if isinstance(top_k_index, Tensor) else None
-            nothing = torch.empty((0, 1), dtype=torch.int64, device=device)
-            order = SendOrder.of(nothing, self.num_experts, self.ep_size)
-            self._exchange_counts(order, Notice(refused=True))
-        raise ValueError(problem)
+        weights = weights.reshape(-1)
+        arrived = top_k_weights if rows is None else rows
+        for stage, hop in zip(self.stages, routing.hops, strict=True):
+            tensors = [weights[hop.slots]]
+            if rows is not None and hop is routing.hops[-1]:
+                tensors.append(rows)
+            if stage.size > 1:
+                needs = [x.is_floating_point() for x in tensors]
+                link, tensors = exchange_linked(link, tensors, needs, stage.slot_exchange(hop))
+            weights, arrived = tensors[0][hop.arrival], tensors[-1]
+        return link, weights, arrived
 
     def _idle_parameters(self, plan: DispatchPlan) -> list[nn.Parameter]:
         """The parameters that the experts' own forward may leave without a gradient in this call.

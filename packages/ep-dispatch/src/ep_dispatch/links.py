@@ -15,7 +15,7 @@ has no history. A rank that leaves out a collective leaves the others waiting fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import _all_gather, _all_reduce, _all_to_all, _chunk
+from .collectives import _all_gather, _all_reduce, _chunk
+from .exchange import Exchange
 
 __all__ = [
     "GradNeeds",
@@ -70,46 +71,16 @@ def split_linked(
 
 
 def exchange_linked(
-    link: Tensor | None,
-    tensors: Sequence[Tensor],
-    needs: Sequence[bool],
-    group: ProcessGroup,
-    send: Sequence[int],
-    receive: Sequence[int],
-    *,
-    packed: bool = False,
+    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], exchange: Exchange
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """All-to-all along dimension 0 of each tensor: `send[p]` rows to rank p, `receive[p]` from it.
+    """What the other ranks sent of each tensor.
 
-    Cost: one all-to-all a tensor, or one for all that are `packed`; and one in backward for each that
-    `needs` a gradient.
+    Cost: the exchange, and the way back in backward for each tensor that `needs` a gradient.
     """
-    splits = list(send), list(receive)
-    exchange = _exchange_packed if packed else _exchange
     if link is None:
-        return None, exchange(tensors, group, *splits)
-    link, *received = _ExchangeLinked.apply(link, exchange, group, *splits, tuple(needs), *tensors)
+        return None, exchange.there(tensors)
+    link, *received = _ExchangeLinked.apply(link, exchange, tuple(needs), *tensors)
     return link, received
-
-
-def _exchange(
-    tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
-) -> list[Tensor]:
-    return [_all_to_all(x, group, send, receive) for x in tensors]
-
-
-def _exchange_packed(
-    tensors: Sequence[Tensor], group: ProcessGroup, send: list[int], receive: list[int]
-) -> list[Tensor]:
-    """Exchange tensors [N], side by side as bytes."""
-    sizes = [x.element_size() for x in tensors]
-    pieces = [
-        x.contiguous().view(torch.uint8).view(-1, size)
-        for x, size in zip(tensors, sizes, strict=True)
-    ]
-    parts = _all_to_all(torch.cat(pieces, 1), group, send, receive).split(sizes, dim=1)
-    # Cloned, so that each begins where its dtype may begin.
-    return [part.reshape(-1).clone().view(x.dtype) for part, x in zip(parts, tensors, strict=True)]
 
 
 def share_linked(
@@ -180,17 +151,10 @@ class _SplitLinked(torch.autograd.Function):
 class _ExchangeLinked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        link: Tensor,
-        exchange: Callable[..., list[Tensor]],
-        group: ProcessGroup,
-        send: list[int],
-        receive: list[int],
-        needs: tuple[bool, ...],
-        *tensors: Tensor,
+        ctx: Any, link: Tensor, exchange: Exchange, needs: tuple[bool, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        received = exchange(tensors, group, send, receive)
-        ctx.group, ctx.send, ctx.receive, ctx.needs = group, send, receive, needs
+        received = exchange.there(tensors)
+        ctx.exchange, ctx.needs = exchange, needs
         ctx.facts = [_facts(x) for x in received]
         _mark(ctx, needs, received)
         return torch.zeros_like(link), *received
@@ -198,10 +162,10 @@ class _ExchangeLinked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         returned = [
-            _all_to_all(_filled(grad, facts), ctx.group, ctx.receive, ctx.send) if need else None
+            ctx.exchange.back(_filled(grad, facts)) if need else None
             for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
         ]
-        return None, None, None, None, None, None, *returned
+        return None, None, None, *returned
 
 
 class _ShareLinked(torch.autograd.Function):

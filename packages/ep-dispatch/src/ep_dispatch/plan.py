@@ -16,35 +16,27 @@ from .links import GradNeeds
 from .routing import transpose_index
 from .rows import gather_rows, sum_rows
 
-__all__ = ["DispatchPlan", "ReceivedRows", "Routing", "Ticket"]
+__all__ = ["DispatchPlan", "Hop", "ReceivedRows", "Routing", "Ticket"]
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
-    """Where each row of one routing goes: integers alone.
+class Hop:
+    """Where rows go in one exchange: integers alone. T = tokens (or rows of the hop before).
 
     Attributes:
-        num_tokens: T, the tokens that were routed.
-        first, last: this rank's slice of the T tokens, `last` excluded.
-        slots: [N'] int64, the flat slot (`token * K + k`, within the slice) of each slot sent, by
-            expert.
-        slots_sent, slots_received: [P] slots to and from each rank of the EP group.
+        slots: [N'] int64, the slot of each slot sent, by expert.
+        slots_sent, slots_received: [P] slots to and from each rank of the exchange.
         arrival: [S] int64, slot i in expert order is received slot `arrival[i]`.
-        token_of_row: [N] int64, the token (within the slice) of each row sent, by owner and token.
+        token_of_row: [N] int64, the token of each row sent, by owner and token.
         rows_by_token: [N] int64, the rows of each token, token by token.
-        token_ends: [last - first + 1] int64, where each token's part of `rows_by_token` begins, and
-            the end.
-        send_sizes, receive_sizes: [P] rows to and from each rank of the EP group.
+        token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
+        send_sizes, receive_sizes: [P] rows to and from each rank of the exchange.
         row_of_slot: [S] int64, the received row of each slot, slots by local expert.
-        expert_ids: [S] int64, local expert of each slot, ascending.
-        offsets: [E/P] int32, the end of each local expert's slots.
-        rows_per_expert: [E/P] slots of each local expert, known to the host.
-        needs: which gradients travel; None if the plan was made with grad mode off.
+        expert_ids: [S] int64, the expert of each slot among those of the receiver, ascending.
+        offsets: [E/P] int32, the end of each expert's slots.
+        rows_per_expert: [E/P] slots of each expert, known to the host.
     """
 
-    num_tokens: int
-    first: int
-    last: int
     slots: Tensor
     slots_sent: tuple[int, ...]
     slots_received: tuple[int, ...]
@@ -58,12 +50,39 @@ class Routing:
     expert_ids: Tensor
     offsets: Tensor
     rows_per_expert: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows that arrive."""
+        return sum(self.receive_sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where each row of one routing goes: integers alone.
+
+    Attributes:
+        num_tokens: T, the tokens that were routed.
+        first, last: this rank's slice of the T tokens, `last` excluded.
+        hops: one for each exchange on the way to the experts.
+        needs: which gradients travel; None if the plan was made with grad mode off.
+    """
+
+    num_tokens: int
+    first: int
+    last: int
+    hops: tuple[Hop, ...]
     needs: GradNeeds | None
 
     @property
     def num_rows(self) -> int:
-        """R, the rows that this rank gets."""
-        return sum(self.receive_sizes)
+        """R, the rows that reach this rank's experts."""
+        return self.hops[-1].num_rows
+
+    @property
+    def rows_per_expert(self) -> tuple[int, ...]:
+        """[E/P] slots of each local expert, known to the host."""
+        return self.hops[-1].rows_per_expert
 
 
 @dataclass(frozen=True, eq=False)

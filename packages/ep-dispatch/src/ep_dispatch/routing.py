@@ -1,6 +1,6 @@
 """Index arithmetic of routing: which rows tokens become, and in which order they lie. No communication.
 
-T = tokens of this rank, K = experts per token, E = experts of a layer, P = ranks of the EP group,
+T = tokens of this rank, M = slots of this rank, E = experts of a layer, P = ranks that own them,
 N = rows sent, R = rows received, S = slots received. A slot is one of a token's K choices; a row is one
 token copy in a buffer. Expert e is owned by rank `e // (E / P)`: owners hold contiguous ranges.
 """
@@ -29,8 +29,8 @@ class SendOrder:
     Attributes:
         counts: [E] int64, slots of each expert.
         rows_per_owner: [P] int64, rows for each rank.
-        slots: [T*K] int64, flat slots (`token * K + k`) by expert id, equal ids in slot order.
-        row_of_slot: [T*K] int32, for each of `slots`, its row, counted from the first of its owner.
+        slots: [M] int64, slots by expert id, equal ids in slot order.
+        row_of_slot: [M] int32, for each of `slots`, its row, counted from the first of its owner.
         token_of_row: [P*T] int64, the token of each row.
         rows_by_token: [P*T] int64, the rows of token 0 first, then those of token 1, and so on.
         token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
@@ -47,19 +47,27 @@ class SendOrder:
     invalid: Tensor
 
     @classmethod
-    def of(cls, top_k_index: Tensor, num_experts: int, ranks: int) -> SendOrder:
-        """Order the slots of `top_k_index` ([T, K], global expert ids or `SKIPPED`).
+    def of(
+        cls, token_of_slot: Tensor, expert_ids: Tensor, *, tokens: int, experts: int, ranks: int
+    ) -> SendOrder:
+        """Order M slots.
 
-        Cost: one stable sort of T*K integers, sums over P*T; no host synchronization.
+        Args:
+            token_of_slot: [M] int64, the token of each slot.
+            expert_ids: [M], the expert of each slot, below `experts`, or `SKIPPED`.
+            tokens: T.
+            experts: E.
+            ranks: P.
+
+        Cost: one stable sort of M integers, sums over P*T; no host synchronization.
         """
-        tokens, top_k = top_k_index.shape
-        ids = top_k_index.reshape(-1).long()
+        num_experts, ids = experts, expert_ids.long()
         inside = (ids >= 0) & (ids < num_experts)
         # Skipped slots sort behind the last expert; they and their owner have a bin that is dropped.
         keys, slots = ids.masked_fill(~inside, num_experts).sort(stable=True)
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
         counts.scatter_add_(0, keys, torch.ones_like(keys))
-        pairs = keys // (num_experts // ranks) * tokens + slots // max(top_k, 1)
+        pairs = keys // (num_experts // ranks) * tokens + token_of_slot[slots]
         present = torch.zeros((ranks + 1) * tokens, dtype=torch.int64, device=ids.device)
         present = present.scatter_(0, pairs, 1)[: ranks * tokens].view(ranks, tokens)
         row = present.view(-1).cumsum(0).view(ranks, tokens) - 1
