@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Backend = Literal["grouped_mm", "loop"]
 
@@ -30,7 +31,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, *sizes: int) -> Cho
     `grouped_mm` (torch's) on CUDA wherever it works: it needs no host synchronization. Else `loop`,
     one product per expert, which works for all and reads the offsets on the host. On a CPU that
     costs nothing, and the loop is as fast as grouped_mm, for weight gradients of many experts two
-    to four times as fast; while torch.compile traces, grouped_mm keeps the graph whole.
+    to four times as fast; while torch.compile traces bfloat16, grouped_mm keeps the graph whole.
     """
     if _offsets_are_at_hand(device):
         return Choice("loop", f"one product per expert is the fastest way for {dtype} on a CPU")
@@ -40,6 +41,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, *sizes: int) -> Cho
         return Choice("loop", "torch's grouped_mm needs a GPU of compute capability 8.0 or newer")
     if dtype not in _GROUPED_MM_DTYPES:
         return Choice("loop", f"torch's grouped_mm does not take {dtype}")
+    if torch.compiler.is_compiling() and dtype is not torch.bfloat16:
+        return Choice("loop", "torch.compile knows torch's grouped_mm in bfloat16 only")
     odd = [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]
     if odd:
         step = _ALIGNMENT // dtype.itemsize
@@ -74,10 +77,32 @@ def grouped_mm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     return contiguous
 
 
+class _LoopMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return _LoopProducts(counts).rows(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight = ctx.saved_tensors
+        products, grad = _LoopProducts(ctx.counts), grads[0].contiguous()
+        rows_grad = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            rows_grad = products.rows(grad, weight.mT)
+        if ctx.needs_input_grad[1] and weight.mT.is_contiguous():  # so must be its gradient
+            weight_grad = products.matrices(grad, rows, weight.dtype).mT
+        elif ctx.needs_input_grad[1]:
+            weight_grad = products.matrices(rows, grad, weight.dtype)
+        return rows_grad, weight_grad, None
+
+
 def loop_mm(rows: Tensor, weight: Tensor, *, counts: list[int]) -> Tensor:
-    """As `grouped_mm`, one product per expert that has rows; `counts` sums to R >= 1."""
-    groups = zip(rows.split(counts), weight.unbind(0), strict=True)
-    return torch.cat([group @ matrix for group, matrix in groups if group.shape[0]])
+    """As `grouped_mm`, one product per expert that has rows; `counts` sums to R."""
+    out: Tensor = _LoopMM.apply(rows, weight, counts)
+    return out
 
 
 def expert_of_slot(offsets: Tensor, slots: Tensor) -> Tensor:
