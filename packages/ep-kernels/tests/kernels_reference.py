@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import ep_kernels
+
+KINDS = {
+    "gated": {},
+    "ungated": {"has_gate": False},
+    "transposed": {"is_transposed": True},
+    "biased": {"has_bias": True},
+    "ungated biased": {"has_gate": False, "has_bias": True},
+    "gpt-oss": {"is_transposed": True, "has_bias": True, "is_concatenated": False},
+    "interleaved": {"is_concatenated": False},
+    "gelu": {"activation": "gelu"},
+    "post norm": {"has_post_expert_norm": True},
+}
+# Bounds: float32 sums of about 24 products; half types round each of three results once. Gradients
+# may have three times as much: their chain is twice as long, and a norm's subtracts means.
+BOUNDS = {
+    torch.float64: 1e-13,
+    torch.float32: 2e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}
 
 
 class Experts(nn.Module):
@@ -20,6 +43,7 @@ class Experts(nn.Module):
         is_transposed: bool = False,
         is_concatenated: bool = True,
         has_post_expert_norm: bool = False,
+        activation: str = "silu",
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
@@ -27,7 +51,7 @@ class Experts(nn.Module):
         self.has_gate, self.has_bias = has_gate, has_bias
         self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
         self.has_post_expert_norm = has_post_expert_norm
-        self.act_fn = nn.functional.silu
+        self.activation, self.act_fn = activation, getattr(nn.functional, activation)
         width = intermediate * (2 if has_gate else 1)
         up = "gate_up_proj" if has_gate else "up_proj"
         self.up = up
@@ -92,7 +116,14 @@ def reference(experts: Experts, rows: Tensor, ids: Tensor, weights: Tensor) -> T
 
 def as_float64(experts: Experts) -> Experts:
     """The same experts, of the same values, in float64."""
-    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+    flags = (
+        "has_gate",
+        "has_bias",
+        "is_transposed",
+        "is_concatenated",
+        "has_post_expert_norm",
+        "activation",
+    )
     inner = experts.down_proj.shape[1 if experts.is_transposed else 2]
     twin = Experts(
         experts.num_experts,
@@ -109,3 +140,51 @@ def error(out: Tensor, ref: Tensor) -> float:
     out, ref = out.detach().double(), ref.detach().double()
     difference = (out - ref).norm()
     return float(difference / ref.norm()) if ref.norm() else float(difference)
+
+
+def grouped_reference(
+    experts: Experts, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+) -> Tensor:
+    """The weighted sum over a row's slots, expert by expert."""
+    out, start = torch.zeros_like(rows), 0
+    for e, end in enumerate(offsets.tolist()):
+        index, weight = row_of_slot[start:end], weights[start:end]
+        if end > start:
+            out = out.index_add(0, index, weight[:, None] * experts.expert(e, rows[index]))
+        start = end
+    return out
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not read offsets, nor how many slots are valid: grouped_mm where it works."""
+    monkeypatch.setattr(ep_kernels.module, "_compacts", lambda *_: False)
+    monkeypatch.setattr(ep_kernels.grouped, "_offsets_are_at_hand", lambda _: False)
+
+
+def gradients(
+    forward: object, experts: nn.Module, rows: Tensor, index: Tensor, weights: Tensor, *rest: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and every gradient, for a cotangent that differs from row to row."""
+    rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()
+    for parameter in experts.parameters():
+        parameter.grad = None
+    out = forward(rows, index, weights, *rest)  # type: ignore[operator]
+    cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
+    out.backward(cotangent.to(out.dtype))
+    grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
+    grads |= {"rows": rows.grad, "weights": weights.grad}
+    missing = [name for name, grad in grads.items() if grad is None]
+    assert not missing, f"no gradient: {missing}"
+    return out.detach(), grads  # type: ignore[return-value]
+
+
+def plain_gradients(
+    plain: object, twin: Experts, rows: Tensor, index: Tensor, weights: Tensor, *rest: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `gradients`, in float64; what no row reaches has the gradient zero."""
+
+    def padded(rows: Tensor, index: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:
+        nothing = sum((p * 0).sum() for p in twin.parameters()) + (weights * 0).sum()
+        return plain(twin, rows, index, weights, *rest) + rows * 0 + nothing  # type: ignore[operator]
+
+    return gradients(padded, twin, rows.double(), index, weights.double(), *rest)

@@ -14,27 +14,20 @@ from torch import Tensor
 
 import ep_kernels
 from ep_kernels import ExpertsSpec, ExpertsWeights, experts_forward, module_experts_forward
+from ep_kernels.mlp import experts_mlp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernels_reference import Experts, as_float64, error, reference
-
-KINDS = {
-    "gated": {},
-    "ungated": {"has_gate": False},
-    "transposed": {"is_transposed": True},
-    "biased": {"has_bias": True},
-    "ungated biased": {"has_gate": False, "has_bias": True},
-    "gpt-oss": {"is_transposed": True, "has_bias": True, "is_concatenated": False},
-    "post norm": {"has_post_expert_norm": True},
-}
-# Bounds: float32 sums of about 24 products; half types round each of three results once. Gradients
-# may have three times as much: their chain is twice as long, and a norm's subtracts means.
-BOUNDS = {
-    torch.float64: 1e-13,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-2,
-    torch.float16: 3e-3,
-}
+from kernels_reference import (
+    BOUNDS,
+    KINDS,
+    Experts,
+    as_float64,
+    as_on_a_gpu,
+    error,
+    gradients,
+    plain_gradients,
+    reference,
+)
 
 
 def routed(
@@ -48,46 +41,13 @@ def routed(
     return rows, ids, weights.to(torch.promote_types(dtype, torch.float32))
 
 
-def gradients(
-    forward: object, experts: torch.nn.Module, rows: Tensor, ids: Tensor, weights: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and every gradient, for a cotangent that differs from row to row."""
-    rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()
-    for parameter in experts.parameters():
-        parameter.grad = None
-    out = forward(rows, ids, weights)  # type: ignore[operator]
-    cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
-    out.backward(cotangent.to(out.dtype))
-    grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    grads |= {"rows": rows.grad, "weights": weights.grad}
-    missing = [name for name, grad in grads.items() if grad is None]
-    assert not missing, f"no gradient: {missing}"
-    return out.detach(), grads  # type: ignore[return-value]
-
-
 def check(experts: Experts, rows: Tensor, ids: Tensor, weights: Tensor, bound: float) -> None:
     out, grads = gradients(module_experts_forward(experts), experts, rows, ids, weights)
-    twin = as_float64(experts)
-
-    def plain(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return reference(twin, rows, ids, weights)
-
-    expected, expected_grads = plain_gradients(plain, twin, rows, ids, weights)
+    expected, expected_grads = plain_gradients(reference, as_float64(experts), rows, ids, weights)
     assert out.dtype == rows.dtype
     assert error(out, expected) <= bound
     for name, grad in grads.items():
         assert error(grad, expected_grads[name]) <= 3 * bound, name
-
-
-def plain_gradients(
-    plain: object, twin: Experts, rows: Tensor, ids: Tensor, weights: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    def padded(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        # What no row reaches has the gradient zero.
-        nothing = sum((p * 0).sum() for p in twin.parameters()) + (weights * 0).sum()
-        return plain(rows, ids, weights) + rows * 0 + nothing  # type: ignore[operator]
-
-    return gradients(padded, twin, rows.double(), ids, weights.double())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,8 +88,7 @@ def test_no_row_is_left_unwritten(
     """New memory is full of NaN, skipped rows and weights too, yet nothing of it comes out."""
     torch.manual_seed(0)
     if static:  # as on a GPU, where the host does not know how many rows are used
-        monkeypatch.setattr(ep_kernels.module, "_compacts", lambda *_: False)
-        monkeypatch.setattr(ep_kernels.experts, "_offsets_are_at_hand", lambda *_: False)
+        as_on_a_gpu(monkeypatch)
     experts = Experts(dtype=dtype, **KINDS[kind])
     rows, ids, weights = routed(4, 12, 2, dtype)
     ids[3:6] = 4
@@ -163,7 +122,7 @@ def test_rows_past_the_last_offset_are_zero(
     dtype: torch.dtype, kind: str, static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if static:
-        monkeypatch.setattr(ep_kernels.experts, "_offsets_are_at_hand", lambda *_: False)
+        as_on_a_gpu(monkeypatch)
     experts = Experts(dtype=dtype, **KINDS[kind])
     spec = ExpertsSpec.from_module(experts)
     assert spec is not None
@@ -215,18 +174,8 @@ def test_autocast_computes_in_its_dtype(kind: str) -> None:
     torch.manual_seed(0)
     experts = Experts(dtype=torch.float32, **KINDS[kind])
     rows, ids, weights = routed(4, 13, 3, torch.float32)
-    seen = []
-    gate = ExpertsSpec.activate
-
-    def spy(self: ExpertsSpec, x: Tensor) -> Tensor:
-        seen.append(x.dtype)
-        return gate(self, x)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertsSpec, "activate", spy)
-        with torch.autocast("cpu", torch.bfloat16):
-            out, grads = gradients(module_experts_forward(experts), experts, rows, ids, weights)
-    assert set(seen) == {torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        out, grads = gradients(module_experts_forward(experts), experts, rows, ids, weights)
     expected, expected_grads = gradients(
         module_experts_forward(experts), experts, rows, ids, weights
     )
@@ -293,11 +242,11 @@ def test_skipped_slots_take_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host may know how many there are, only the valid slots are computed."""
     seen = []
 
-    def spy(spec: Any, weights: Any, rows: Tensor, *rest: Any, **options: Any) -> Tensor:
-        seen.append(rows.shape[0])
-        return experts_forward(spec, weights, rows, *rest, **options)
+    def spy(spec: Any, parameters: Any, rows: Tensor, row_of_slot: Tensor, *rest: Any) -> Tensor:
+        seen.append(row_of_slot.shape[0])
+        return experts_mlp(spec, parameters, rows, row_of_slot, *rest)
 
-    monkeypatch.setattr(ep_kernels.module, "experts_forward", spy)
+    monkeypatch.setattr(ep_kernels.module, "experts_mlp", spy)
     rows, ids, weights = routed(4, 50, 3, torch.float32)
     module_experts_forward(Experts(dtype=torch.float32))(rows, ids, weights)
     assert seen == [int((ids < 4).sum())]

@@ -18,7 +18,7 @@ from ep_kernels import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kernels_reference import Experts, error, reference
+from kernels_reference import Experts, as_on_a_gpu, error, reference
 
 
 def test_facts_of_a_module() -> None:
@@ -157,8 +157,11 @@ def test_compacted_forward_equals_our_own() -> None:
     assert error(out, module_experts_forward(experts)(rows, ids, weights)) < 1e-14
 
 
-def test_the_choice_of_a_backend_tells_its_reason() -> None:
+def test_the_choice_of_a_backend_tells_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
+    assert choose_backend(cpu, torch.bfloat16, 16, 32).backend == "loop"
+    assert "torch.bfloat16" in choose_backend(cpu, torch.bfloat16, 16, 32).reason
+    as_on_a_gpu(monkeypatch)
     assert choose_backend(cpu, torch.bfloat16, 16, 32).backend == "grouped_mm"
     assert choose_backend(cpu, torch.float64, 16) == (
         "loop",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .grouped import choose_backend, counts_of, grouped_mm, loop_mm
+from .grouped import choose_backend, counts_of, expert_of_slot, grouped_mm, loop_mm
 from .local import touch
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
@@ -56,8 +56,8 @@ def experts_forward(
     if choice.backend == "loop":
         counts = counts_of(offsets, rows.shape[0])
         num_used = sum(counts)
-    elif num_used is None and (rows.shape[0] == 0 or _offsets_are_at_hand(offsets)):
-        num_used = sum(counts_of(offsets, rows.shape[0]))
+    elif rows.shape[0] == 0:
+        num_used = 0
 
     given = rows, row_weights
     past = None
@@ -105,9 +105,7 @@ def _mlp(
     """
     expert = None
     if weights.up_bias is not None or weights.down_bias is not None:
-        position = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
-        last = weights.num_experts - 1
-        expert = torch.searchsorted(offsets, position, right=True).clamp_(max=last)
+        expert = expert_of_slot(offsets, rows).clamp_(max=weights.num_experts - 1)
 
     def masked(x: Tensor) -> Tensor:
         return x if past is None else x.masked_fill(past[:, None], 0)
@@ -119,11 +117,6 @@ def _mlp(
     up = linear(rows, weights.up, weights.up_bias)
     out = linear(spec.activate(up), weights.down, weights.down_bias)
     return out if spec.post_norm is None else masked(spec.post_norm(out))
-
-
-def _offsets_are_at_hand(offsets: Tensor) -> bool:
-    """Whether reading them on the host costs nothing."""
-    return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _add_bias(out: Tensor, bias: Tensor | None, expert: Tensor | None) -> Tensor:

@@ -1,73 +1,150 @@
 """A module's experts as a function of routed rows: the shape in which a dispatcher calls them.
 
-Shape letters: H hidden size, E experts held here, R rows, J slots of a row, N valid slots of all.
+Shape letters: H hidden size, E experts held here, R rows, J slots of a row, S valid slots of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
 from .experts import experts_forward
+from .grouped import expert_of_slot
 from .local import local_parameters, touch
+from .mlp import Recompute, experts_mlp, needs_plain_autograd
 from .rows import sum_rows, take_rows
-from .spec import ExpertsSpec
+from .spec import ExpertsSpec, ExpertsWeights
 
-RoutedExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+ModuleForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Without gradients, so few slots are computed with the skipped ones left in: waiting for the host
 # to learn how many are valid would cost more than the memory that it saves (decoding).
 _FEW_SLOTS = 1 << 14
 
 
-def module_experts_forward(experts: nn.Module) -> RoutedExperts:
-    """The experts of a module as `forward(rows, local_expert_ids, weights) -> Tensor`.
+class RoutedExperts(Protocol):
+    """Experts that take routed rows, in either of two forms.
+
+    Both give, for every row, the sum over its slots of weight times expert output: [R, H] of the
+    dtype of the rows, accumulated, as is its gradient, in float32 or wider. Parameters are read at
+    each call, so FSDP2 may swap them; each one gets a gradient, zero if no row came.
+    """
+
+    def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Of rows [R, H], ids [R, J] (int64) and weights [R, J].
+
+        An id equal to E skips the slot: it contributes exactly zero and gets exactly zero gradient.
+        Costs one host synchronization, to leave skipped slots out of memory; none for few slots
+        without gradients, while a CUDA graph is captured, and for J == 1.
+        """
+
+    def grouped(
+        self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """Of rows [R, H] and their slots, grouped by expert.
+
+        Args:
+            rows: [R, H]. One row may have any number of slots; a row without has the output zero.
+            row_of_slot: [S] int64.
+            weights: [S].
+            offsets: [E], int32 or int64: the end of each expert's slots. The last one is S.
+
+        Costs no host synchronization where torch's grouped_mm computes (`choose_backend`).
+        """
+
+
+def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none") -> RoutedExperts:
+    """The experts of a module as a function of routed rows.
 
     Call it before the module's `forward` is replaced: for a module that `ExpertsSpec.from_module`
     does not understand, the `forward` it has now is wrapped (`compacted_forward`).
 
-    The function returned takes rows [R, H], ids [R, J] (int64) and weights [R, J], and gives the
-    sum over a row's slots of weight times expert output: [R, H], of the dtype of the rows. An id
-    equal to E skips the slot, which contributes exactly zero and gets exactly zero gradient. The
-    sum over slots, and its backward, accumulate in float32 or wider. Parameters are read at each
-    call, so FSDP2 may swap them; each one gets a gradient, zero if no row came.
+    Args:
+        experts: the module.
+        recompute: "gate_up" keeps nothing for backward but what was received: the first projection
+            is computed again there, one product in six more.
 
-    Costs no host synchronization for few slots without gradients, while a CUDA graph is captured,
-    and for J == 1; else one, to leave skipped slots out of memory.
+    Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
+    and does not recompute, is the way of: experts with a norm after them, activations with
+    parameters of their own, torch.compile, and calls where the host does not know how many slots
+    are valid. A module's own forward saves what it will.
+
+    Raises:
+        ValueError: an unknown `recompute`.
     """
+    if recompute not in get_args(Recompute):
+        raise ValueError(
+            f"recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
+        )
     spec = ExpertsSpec.from_module(experts)
     if spec is None:
         return compacted_forward(experts.forward, lambda: _num_experts(experts), experts)
-    known = spec
+    return _ModuleExperts(experts, spec, recompute)
 
-    def forward(rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
-        parameters = known.read_weights(experts)
+
+class _ModuleExperts:
+    """Experts that are understood, computed by what is in this package."""
+
+    def __init__(self, experts: nn.Module, spec: ExpertsSpec, recompute: Recompute) -> None:
+        self._experts, self._spec, self._recompute = experts, spec, recompute
+
+    def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
+        parameters = self._spec.read_weights(self._experts)
         check_routing(rows, local_expert_ids, weights)
         _check_ids(local_expert_ids, parameters.num_experts)
-        num_rows, slots = local_expert_ids.shape
+        slots = local_expert_ids.shape[1]
         ids, order = local_expert_ids.reshape(-1).sort(stable=True)
         every = torch.arange(parameters.num_experts, device=ids.device)
         offsets = torch.searchsorted(ids, every, right=True)
         num_used = int(offsets[-1]) if _compacts(rows, slots) else None
         order = order[:num_used]
-        source = order if slots == 1 else order // slots
-        out = experts_forward(
-            known,
-            parameters,
-            take_rows(rows, source),
-            offsets,
-            weights.reshape(-1, 1).index_select(0, order)[:, 0],
-            num_used=num_used,
-        )
-        return sum_rows(out, source, num_rows, rows.dtype)
+        row_of_slot = order if slots == 1 else order // slots
+        sorted_weights = weights.reshape(-1, 1).index_select(0, order)[:, 0]
+        compute = self._plain if num_used is None else self._compute
+        return compute(parameters, rows, row_of_slot, sorted_weights, offsets, num_used)
 
-    return forward
+    def grouped(
+        self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+    ) -> Tensor:
+        parameters = self._spec.read_weights(self._experts)
+        check_slots(rows, row_of_slot, weights, offsets, parameters.num_experts)
+        num_used = row_of_slot.shape[0]
+        return self._compute(parameters, rows, row_of_slot, weights, offsets, num_used)
+
+    def _compute(
+        self,
+        parameters: ExpertsWeights,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        num_used: int | None,
+    ) -> Tensor:
+        if needs_plain_autograd(self._spec, parameters):
+            return self._plain(parameters, rows, row_of_slot, weights, offsets, num_used)
+        return experts_mlp(
+            self._spec, parameters, rows, row_of_slot, weights, offsets, self._recompute
+        )
+
+    def _plain(
+        self,
+        parameters: ExpertsWeights,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        weights: Tensor,
+        offsets: Tensor,
+        num_used: int | None,
+    ) -> Tensor:
+        taken = take_rows(rows, row_of_slot)
+        out = experts_forward(self._spec, parameters, taken, offsets, weights, num_used=num_used)
+        return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)
 
 
 def compacted_forward(
-    module_forward: RoutedExperts,
+    module_forward: ModuleForward,
     num_local_experts: int | Callable[[], int],
     experts: nn.Module | None = None,
 ) -> RoutedExperts:
@@ -76,35 +153,57 @@ def compacted_forward(
     It sees the valid (row, slot) pairs alone, one slot each, so it needs no notion of skipping.
 
     Args:
-        module_forward: takes hidden [N, H], ids [N, 1] below E and weights [N, 1]; gives [N, H].
+        module_forward: takes hidden [S, H], ids [S, 1] below E and weights [S, 1]; gives [S, H].
         num_local_experts: E, or a function that tells it at call time.
         experts: the module whose parameters it uses: they are shown to it as plain tensors, and
             each gets a gradient also if no row reaches it.
 
-    Costs one host synchronization (how many pairs there are), and what the forward costs.
+    Costs one host synchronization (how many pairs there are; none if they come grouped), and what
+    the forward costs.
     """
+    return _CompactedExperts(module_forward, num_local_experts, experts)
 
-    def forward(rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
+
+class _CompactedExperts:
+    """Experts that are not understood, computed by their own forward."""
+
+    def __init__(
+        self,
+        module_forward: ModuleForward,
+        num_local_experts: int | Callable[[], int],
+        experts: nn.Module | None,
+    ) -> None:
+        self._forward, self._count, self._experts = module_forward, num_local_experts, experts
+
+    def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         check_routing(rows, local_expert_ids, weights)
-        skip = num_local_experts if isinstance(num_local_experts, int) else num_local_experts()
+        skip = self._num_experts()
         _check_ids(local_expert_ids, skip)
-        if experts is None:
-            return _compacted(module_forward, skip, rows, local_expert_ids, weights)
-        with local_parameters(experts):
-            out = _compacted(module_forward, skip, rows, local_expert_ids, weights)
-            return touch(out, *experts.parameters())
+        row, slot = torch.nonzero(local_expert_ids < skip, as_tuple=True)
+        return self._compute(rows, row, local_expert_ids[row, slot], weights[row, slot])
 
-    return forward
+    def grouped(
+        self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+    ) -> Tensor:
+        check_slots(rows, row_of_slot, weights, offsets, self._num_experts())
+        return self._compute(rows, row_of_slot, expert_of_slot(offsets, row_of_slot), weights)
 
+    def _num_experts(self) -> int:
+        return self._count if isinstance(self._count, int) else self._count()
 
-def _compacted(
-    module_forward: RoutedExperts, skip: int, rows: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
-    row, slot = torch.nonzero(ids < skip, as_tuple=True)
-    if row.numel() == 0:
-        return touch(torch.zeros_like(rows), rows, weights)
-    out = module_forward(take_rows(rows, row), ids[row, slot, None], weights[row, slot, None])
-    return sum_rows(out, row, rows.shape[0], rows.dtype)
+    def _compute(self, rows: Tensor, row_of_slot: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What the module's forward gives for each slot, summed by row."""
+        if self._experts is None:
+            return self._summed(rows, row_of_slot, ids, weights)
+        with local_parameters(self._experts):
+            out = self._summed(rows, row_of_slot, ids, weights)
+            return touch(out, *self._experts.parameters())
+
+    def _summed(self, rows: Tensor, row_of_slot: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if row_of_slot.shape[0] == 0:
+            return touch(torch.zeros_like(rows), rows, weights)
+        out = self._forward(take_rows(rows, row_of_slot), ids[:, None], weights[:, None])
+        return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)
 
 
 def _check_ids(ids: Tensor, skip: int) -> None:
@@ -132,6 +231,28 @@ def check_routing(rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> No
         )
     if local_expert_ids.is_floating_point() or local_expert_ids.dtype is torch.bool:
         raise ValueError(f"local_expert_ids must be integers, got {local_expert_ids.dtype}.")
+
+
+def check_slots(
+    rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor, num_experts: int
+) -> None:
+    """Raise a ValueError unless they are rows [R, H], [S] int64, [S], and [E] integers."""
+    if (
+        rows.dim() != 2
+        or row_of_slot.dim() != 1
+        or weights.shape != row_of_slot.shape
+        or offsets.shape != (num_experts,)
+    ):
+        raise ValueError(
+            f"expected rows [R, H], row_of_slot [S], weights [S] and offsets [{num_experts}]; got "
+            f"{tuple(rows.shape)}, {tuple(row_of_slot.shape)}, {tuple(weights.shape)} and "
+            f"{tuple(offsets.shape)}."
+        )
+    if row_of_slot.dtype is not torch.int64 or offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "row_of_slot must be int64 and offsets int32 or int64, got "
+            f"{row_of_slot.dtype} and {offsets.dtype}."
+        )
 
 
 def _compacts(rows: Tensor, slots: int) -> bool:

@@ -1,6 +1,6 @@
-"""Moving rows by index: two functions, each the other's transpose.
+"""Moving rows by index: gathers and the sums that undo them.
 
-Shape letters: H hidden size, R rows, N entries of the index.
+Shape letters: H width of a row, R rows, S slots (entries of the index).
 """
 
 from __future__ import annotations
@@ -14,6 +14,36 @@ from torch import Tensor
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of `dtype` values are kept in: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def slots_by_row(row_of_slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The transpose of a gather: which slots `segment_sums` adds to each row.
+
+    Args:
+        row_of_slot: [S] int64.
+        num_rows: R.
+
+    Returns:
+        `order` [S], the slots in the order of their rows, and `starts` [R], where each row's slots
+        begin in it. A row's slots keep their order, so that sums don't change from run to run.
+    """
+    ordered, order = row_of_slot.sort(stable=True)
+    every = torch.arange(num_rows, device=row_of_slot.device)
+    return order, torch.searchsorted(ordered, every)
+
+
+def segment_sums(
+    values: Tensor, order: Tensor, starts: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """Sums of the rows of `values` [S, H] that `order` names from one of `starts` to the next.
+
+    An embedding bag is just that, in one pass, accumulated in float32 or wider on every device. The
+    result is [len(starts), H], of the dtype of the values; an empty segment is zero. `weights` [S]
+    scale what `order` names.
+    """
+    return torch.nn.functional.embedding_bag(
+        order, values, starts, mode="sum", per_sample_weights=weights
+    )
 
 
 class _Take(torch.autograd.Function):
@@ -47,7 +77,7 @@ class _Sum(torch.autograd.Function):
 
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Row `index[n]` of `rows` [R, H] at n: [N, H]. Saves the index alone.
+    """Row `index[s]` of `rows` [R, H] at s: [S, H]. Saves the index alone.
 
     Unlike plain indexing, its backward sums the copies of a row in float32 or wider.
     """
@@ -56,7 +86,7 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def sum_rows(values: Tensor, index: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """The sum of `values` [N, H] by `index`: [num_rows, H] of `dtype`. Saves the index alone.
+    """The sum of `values` [S, H] by `index`: [num_rows, H] of `dtype`. Saves the index alone.
 
     Summed in float32 or wider; a row that no index names is zero.
     """
