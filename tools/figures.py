@@ -1,11 +1,13 @@
-"""Measure a figure that the documentation gives: ``python tools/figures.py NAME`` or ``list``.
+"""Measure a figure that the documentation gives: ``python tools/figures.py NAME``.
 
-A figure is a function here, under its own name, that measures and returns plain data; the command
-prints it as one line of JSON. Run it in the environment of ``nox -s dev``.
+A figure is a function that measures and returns plain data; the command prints it as one line of JSON.
+``--list`` names them. Run it in the environment of ``nox -s dev``; on a machine that does nothing else,
+where times are measured.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -105,19 +107,151 @@ def load_cost() -> dict[str, Any]:
     return result
 
 
+def ratio(value: float, reference: str, conditions: str, **more: Any) -> dict[str, Any]:
+    """A figure that compares ours with something else."""
+    return {
+        "value": value,
+        "unit": "ratio",
+        "reference": reference,
+        "conditions": f"{conditions}; 8 gloo ranks of one thread each",
+        **more,
+    }
+
+
+def on_ranks(fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+    """What a function gives on each of 8 ranks."""
+    from ep_testing import RankPool
+
+    pool = RankPool()
+    try:
+        return pool.run(fn, *args, timeout=timeout)
+    finally:
+        pool.close()
+
+
+@figure
+def rows_over_optimum_ep8() -> dict[str, Any]:
+    """Rows that cross between ranks over the distinct (token, other rank) pairs, in any workload."""
+    import moe_layer
+
+    sent, needed = map(
+        sum, zip(*on_ranks(moe_layer.crossing_rows, moe_layer.SMALL, 8), strict=True)
+    )
+    return ratio(
+        sent / needed,
+        "distinct (token, other rank) pairs",
+        f"{moe_layer.SMALL}; uniform, one hot expert, one hot rank and repeated ids",
+    )
+
+
+def _layer_figures(ep: int) -> None:
+    def wire() -> dict[str, Any]:
+        """Bytes between ranks in a MoE layer's forward and backward, over transformers' all_to_all."""
+        import moe_layer
+
+        theirs, ours = map(
+            sum, zip(*on_ranks(moe_layer.wire_bytes, moe_layer.QWEN3_30B, ep), strict=True)
+        )
+        return ratio(ours / theirs, "transformers all_to_all", str(moe_layer.QWEN3_30B))
+
+    def saved(recompute: str = "none") -> dict[str, Any]:
+        """Bytes kept for backward by a MoE layer, over transformers' all_to_all with grouped_mm."""
+        import moe_layer
+
+        sizes = moe_layer.QWEN3_30B
+        found = on_ranks(moe_layer.saved_bytes, sizes, ep, recompute)
+        theirs, ours = (sum(pair) / (8 * sizes.tokens * 1024) for pair in zip(*found, strict=True))
+        return ratio(
+            ours / theirs,
+            "transformers all_to_all with grouped_mm",
+            f"{sizes}; recompute={recompute}",
+            kib_per_token=[round(theirs, 1), round(ours, 1)],
+        )
+
+    def times(bf16: bool) -> tuple[list[float], str]:
+        import moe_layer
+
+        sizes = moe_layer.QWEN3_30B if bf16 else moe_layer.SMALL
+        return on_ranks(moe_layer.layer_times, sizes, ep)[0], str(sizes)
+
+    def speedup(bf16: bool = False) -> dict[str, Any]:
+        """A MoE layer's forward and backward: seconds of transformers' all_to_all over ours."""
+        (theirs, ours, _), sizes = times(bf16)
+        return ratio(
+            theirs / ours,
+            "transformers all_to_all",
+            sizes,
+            seconds=[round(theirs, 3), round(ours, 3)],
+        )
+
+    def over_gemm() -> dict[str, Any]:
+        """A MoE layer's seconds over those of its grouped GEMMs alone, on the same slots."""
+        (_, ours, gemms), sizes = times(False)
+        return ratio(
+            ours / gemms, "its six grouped GEMMs", sizes, seconds=[round(gemms, 3), round(ours, 3)]
+        )
+
+    FIGURES[f"wire_bytes_ratio_ep{ep}"] = wire
+    FIGURES[f"saved_bytes_ratio_ep{ep}"] = saved
+    FIGURES[f"saved_bytes_ratio_ep{ep}_recompute"] = _named(saved, "gate_up")
+    FIGURES[f"layer_speedup_ep{ep}"] = speedup
+    FIGURES[f"layer_speedup_ep{ep}_bf16"] = _named(speedup, True)
+    FIGURES[f"layer_over_gemm_ep{ep}"] = over_gemm
+
+
+def _named(function: Callable[..., dict[str, Any]], *args: Any) -> Figure:
+    found = functools.partial(function, *args)
+    found.__doc__ = function.__doc__
+    return found
+
+
+def _step_figure(layout: str) -> Figure:
+    def step_speedup() -> dict[str, Any]:
+        """A training step of a small Qwen3-MoE: seconds of native transformers over ours."""
+        import tempfile
+        from pathlib import Path
+
+        import moe_step
+
+        with tempfile.TemporaryDirectory() as folder:
+            moe_step.write_checkpoint(Path(folder))
+            seconds = on_ranks(moe_step.step_seconds, folder, moe_step.LAYOUTS[layout])[0]
+        best = [
+            min(value for name, value in seconds.items() if name.startswith(who))
+            for who in ("native", "ours")
+        ]
+        return ratio(
+            best[0] / best[1],
+            "native transformers, its best implementation",
+            f"{layout}: hidden 512, 64 experts of 256, top-8, 2 layers, 2 x 512 tokens per data rank",
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+        )
+
+    return step_speedup
+
+
+for _ep in (8, 4, 2):
+    _layer_figures(_ep)
+for _layout in ("tp8", "tp4_fsdp2", "tp2_fsdp4", "fsdp8"):
+    FIGURES[f"step_speedup_{_layout}"] = _step_figure(_layout)
+
+
+def rounded(value: Any) -> Any:
+    """Floats to four places."""
+    return round(value, 4) if isinstance(value, float) else value
+
+
 def main() -> None:
     """Print one figure, or the names of all."""
     name = sys.argv[1] if len(sys.argv) == 2 else ""
-    if name == "list":
+    if name == "--list":
         for known, function in FIGURES.items():
             print(f"{known}: {(function.__doc__ or '').splitlines()[0]}")
     elif name in FIGURES:
-        result = {k: round(v, 4) if isinstance(v, float) else v for k, v in FIGURES[name]().items()}
-        print(json.dumps({"figure": name, **result}))
+        found = {key: rounded(value) for key, value in FIGURES[name]().items()}
+        print(json.dumps({"name": name, **found}))
     else:
-        sys.exit(
-            f"usage: python tools/figures.py NAME, with NAME one of {', '.join(FIGURES)}; or list"
-        )
+        sys.exit("usage: python tools/figures.py NAME; --list names them")
 
 
 if __name__ == "__main__":

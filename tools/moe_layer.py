@@ -134,7 +134,7 @@ def layer_times(rank: int, sizes: Sizes, ep: int, repeats: int = 7) -> list[floa
     work = [
         lambda: step(experts, native, given),
         lambda: step(experts, ours, given),
-        gemms(sizes, plan.offsets),
+        gemms(sizes, plan.hops[-1].offsets),
     ]
     return timed(rank, work, repeats)
 
@@ -184,11 +184,14 @@ def saved_bytes(rank: int, sizes: Sizes, ep: int, recompute: str) -> list[int]:
 
 
 class _SentBytes(TorchDispatchMode):
-    """Counts the bytes that all-to-alls send to other ranks, in whatever way they are called."""
+    """Counts the bytes that all-to-alls send to other ranks, in whatever way they are called.
 
-    def __init__(self, ranks: int, rank: int) -> None:
+    With `width`, those of rows of so many bytes alone.
+    """
+
+    def __init__(self, ranks: int, rank: int, width: int | None = None) -> None:
         super().__init__()
-        self.ranks, self.rank, self.sent = ranks, rank, 0
+        self.ranks, self.rank, self.width, self.sent = ranks, rank, width, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -200,7 +203,9 @@ class _SentBytes(TorchDispatchMode):
 
     def _count(self, x: Tensor, splits: list[int]) -> None:
         rows = list(splits) or [x.shape[0] // self.ranks] * self.ranks
-        row = x[:1].numel() * x.element_size()
+        row = x.numel() // max(x.shape[0], 1) * x.element_size()
+        if self.width is not None and row != self.width:
+            return  # not rows of hidden states
         self.sent += (sum(rows) - rows[self.rank]) * row
 
 
@@ -214,3 +219,31 @@ def wire_bytes(rank: int, sizes: Sizes, ep: int) -> list[int]:
             step(experts, layer, given)
         found.append(counted.sent)
     return found
+
+
+def crossing_rows(rank: int, sizes: Sizes, ep: int) -> list[int]:
+    """Rows that this rank sends to others in forward and backward; distinct (token, other rank) pairs."""
+    experts, _, ours = build(sizes, ep)
+    hidden, ids, weights, cotangent = inputs(rank, sizes)
+    local = sizes.experts // ep
+    workloads = [
+        ids,
+        torch.full_like(ids, 3),  # one hot expert
+        ids % local + local,  # one hot rank
+        ids[:, :1].expand_as(ids),  # repeated ids
+    ]
+    width = sizes.hidden * sizes.dtype.itemsize
+    sent = needed = 0
+    for chosen in workloads:
+        owners = chosen // local
+        pairs = sum(len(set(row) - {rank % ep}) for row in owners.tolist())
+        came = torch.tensor([pairs])
+        dist.all_reduce(came)
+        with _SentBytes(ep, rank % ep, width) as counted:
+            step(experts, ours, (hidden, chosen, weights, cotangent))
+        # There and back, and the gradients of both: this rank answers for what came to it.
+        total = torch.tensor([counted.sent])
+        dist.all_reduce(total)
+        sent += int(total) // width
+        needed += 4 * int(came)
+    return [sent, needed]
