@@ -37,7 +37,7 @@ def scaled_activation(spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: in
     """
     out = pre.new_empty(pre.shape[0], inner)
     fast = is_silu_gated(spec)
-    for part, weight, to in blocks(pre, weights.unsqueeze(1), out):
+    for part, weight, to in blocks(pre.shape[1], pre, weights.unsqueeze(1), out):
         if fast:
             gate, up = part.to(accumulation_dtype(part.dtype)).chunk(2, dim=-1)
             hidden = nn.functional.silu(gate).mul_(up)
@@ -67,9 +67,8 @@ def scaled_activation_backward(
     weights_grad = pre.new_empty(pre.shape[0], dtype=wide)
     backward = _silu_gated_backward if is_silu_gated(spec) else _any_backward
     # `out` may be `pre`: each block is read before it is written.
-    for part, weight, into, dot, to in blocks(
-        pre, weights.unsqueeze(1), grad, weights_grad, pre if out is None else out
-    ):
+    tensors = (pre, weights.unsqueeze(1), grad, weights_grad, pre if out is None else out)
+    for part, weight, into, dot, to in blocks(pre.shape[1], *tensors):
         backward(spec, part, weight.to(wide), into, dot, None if out is None else to)
     return weights_grad
 
@@ -130,9 +129,8 @@ def uses_parameters(spec: ExpertsSpec, like: Tensor, width: int) -> bool:
     return activate(spec, like.detach().new_zeros(1, width)).requires_grad
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Parts of tensors of S slots, a block of slots at a time; the first is the widest."""
-    first = tensors[0]
-    elements = _CPU_BLOCK if first.device.type == "cpu" else _GPU_BLOCK
-    slots = max(1, elements // max(1, first.shape[1]))
+def blocks(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Parts of tensors of S slots, a block of slots at a time, for passes over [S, width]."""
+    elements = _CPU_BLOCK if tensors[0].device.type == "cpu" else _GPU_BLOCK
+    slots = max(1, elements // max(1, width))
     return zip(*(tensor.split(slots) for tensor in tensors), strict=True)

@@ -5,6 +5,8 @@ Shape letters: E experts held here, R rows, S slots, A and B sizes of one produc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -127,13 +129,30 @@ def counts_of(offsets: Tensor, num_rows: int) -> list[int]:
     return counts
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The rows of S slots, not copied yet: slot s is `rows[index[s]]`.
+
+    Attributes:
+        rows: [R, A].
+        index: [S] int64.
+    """
+
+    rows: Tensor
+    index: Tensor
+
+    def copied(self) -> Tensor:
+        """[S, A]."""
+        return self.rows.index_select(0, self.index)
+
+
 class Products(Protocol):
     """Matrix products of S slots grouped by expert. Plain computation, unknown to autograd."""
 
-    def rows(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
         """`rows` [S, A] times each expert's part of `weight` [E, A, B]: [S, B]."""
 
-    def matrices(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
         """Per expert, `left` [S, A] transposed times `right` [S, B]: [E, A, B] of `dtype`.
 
         Zero for an expert without slots.
@@ -141,31 +160,41 @@ class Products(Protocol):
 
 
 class _LoopProducts:
-    """One product per expert that has slots, written where it belongs."""
+    """One product per expert that has slots, written where it belongs.
+
+    Rows are taken expert by expert, so that the copies are small and still in the cache.
+    """
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts
 
-    def rows(self, rows: Tensor, weight: Tensor) -> Tensor:
-        out = rows.new_empty(rows.shape[0], weight.shape[2])
-        groups = zip(rows.split(self.counts), weight.unbind(0), out.split(self.counts), strict=True)
+    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
+        values = rows.rows if isinstance(rows, Taken) else rows
+        out = values.new_empty(sum(self.counts), weight.shape[2])
+        groups = zip(self._groups(rows), weight.unbind(0), out.split(self.counts), strict=True)
         for group, matrix, to in groups:
-            if group.shape[0]:
-                torch.mm(group, matrix.to(rows.dtype), out=to)
+            if to.shape[0]:
+                torch.mm(group, matrix.to(group.dtype), out=to)
         return out
 
-    def matrices(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-        sizes = len(self.counts), left.shape[1], right.shape[1]
-        out = left.new_empty(sizes, dtype=dtype)
-        groups = zip(left.split(self.counts), right.split(self.counts), out.unbind(0), strict=True)
+    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
+        one, other = (x.rows if isinstance(x, Taken) else x for x in (left, right))
+        out = one.new_empty(len(self.counts), one.shape[1], other.shape[1], dtype=dtype)
+        groups = zip(self._groups(left), self._groups(right), out.unbind(0), strict=True)
         for one, other, to in groups:
             if not one.shape[0]:
                 to.zero_()
-            elif dtype is left.dtype:
+            elif dtype is one.dtype:
                 torch.mm(one.t(), other, out=to)
             else:
                 to.copy_(one.t() @ other)
         return out
+
+    def _groups(self, rows: Tensor | Taken) -> Iterable[Tensor]:
+        if isinstance(rows, Tensor):
+            groups: Iterable[Tensor] = rows.split(self.counts)
+            return groups
+        return (rows.rows.index_select(0, index) for index in rows.index.split(self.counts))
 
 
 class _GroupedProducts:
@@ -174,11 +203,17 @@ class _GroupedProducts:
     def __init__(self, offsets: Tensor) -> None:
         self.offsets = offsets.to(torch.int32)
 
-    def rows(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
+        rows = _copied(rows)
         return torch.nn.functional.grouped_mm(rows, weight.to(rows.dtype), offs=self.offsets)
 
-    def matrices(self, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
+        left, right = _copied(left), _copied(right)
         return torch.nn.functional.grouped_mm(left.t(), right, offs=self.offsets).to(dtype)
+
+
+def _copied(rows: Tensor | Taken) -> Tensor:
+    return rows.copied() if isinstance(rows, Taken) else rows
 
 
 def choose_products(offsets: Tensor, num_slots: int, dtype: torch.dtype, *sizes: int) -> Products:

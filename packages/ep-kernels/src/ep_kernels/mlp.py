@@ -25,7 +25,7 @@ from .activation import (
     scaled_activation_backward,
     uses_parameters,
 )
-from .grouped import Products, choose_products, expert_of_slot
+from .grouped import Products, Taken, choose_products, expert_of_slot
 from .local import touch
 from .rows import accumulation_dtype, segment_sums, slots_by_row
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
@@ -110,30 +110,30 @@ class _Plan:
     recomputes: bool
     keeps: bool
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+    def project(self, x: Tensor | Taken, weight: Tensor) -> Tensor:
         """From a projection's input [S, A] to its output [S, B]."""
         return self.products.rows(x, weight if self.spec.transposed else weight.mT)
 
-    def project_back(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def project_back(self, grad: Tensor | Taken, weight: Tensor) -> Tensor:
         """From the gradient of a projection's output [S, B] to that of its input [S, A]."""
         return self.products.rows(grad, weight.mT if self.spec.transposed else weight)
 
-    def weight_grad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    def weight_grad(self, x: Tensor | Taken, grad: Tensor | Taken, weight: Tensor) -> Tensor:
         """The gradient of a projection's weight, from its input and its output's gradient."""
         pair = (x, grad) if self.spec.transposed else (grad, x)
         return self.products.matrices(*pair, weight.dtype)
 
-    def gather(self, rows: Tensor, row_of_slot: Tensor) -> Tensor:
-        """A copy of each slot's row, in the dtype of the products: [S, H]."""
-        return rows.to(self.dtype).index_select(0, row_of_slot)
+    def take(self, rows: Tensor, row_of_slot: Tensor) -> Taken:
+        """Each slot's row, in the dtype of the products."""
+        return Taken(rows.to(self.dtype), row_of_slot)
 
     def first_projection(
         self, rows: Tensor, row_of_slot: Tensor, offsets: Tensor, up: Tensor, bias: Tensor | None
     ) -> Tensor:
         """The input of the activation: [S, U]."""
-        pre = self.project(self.gather(rows, row_of_slot), up)
+        pre = self.project(self.take(rows, row_of_slot), up)
         if bias is not None:
-            for part, expert in blocks(pre, expert_of_slot(offsets, pre)):
+            for part, expert in blocks(pre.shape[1], pre, expert_of_slot(offsets, pre)):
                 part.add_(bias[expert])
         return pre
 
@@ -176,7 +176,8 @@ class _ExpertsMLP(torch.autograd.Function):
         out = plan.project(hidden, down)
         del hidden
         if down_bias is not None:
-            for part, weight, expert in blocks(out, weights, expert_of_slot(offsets, out)):
+            tensors = out, weights, expert_of_slot(offsets, out)
+            for part, weight, expert in blocks(out.shape[1], *tensors):
                 part.add_(weight[:, None] * down_bias[expert])
         return _sums(out, by_row, rows.dtype)
 
@@ -196,26 +197,29 @@ class _ExpertsMLP(torch.autograd.Function):
         pre_grad = torch.empty_like(pre) if need_pre and not plan.recomputes else pre
         rows_grad = up_grad = down_grad = up_bias_grad = down_bias_grad = None
 
-        out_grad = plan.gather(grads[0], row_of_slot)
+        out_grad = plan.take(grads[0].contiguous(), row_of_slot)
         hidden = plan.project_back(out_grad, down)  # its gradient, until the next line
         weights_grad = scaled_activation_backward(
             plan.spec, pre, weights, hidden, out=pre_grad if need_pre else None
         )
         del pre
+        if need_rows:  # before the weights' gradients, so that its temporaries don't add to them
+            rows_grad = _sums(plan.project_back(pre_grad, up), by_row, ctx.like_rows)
         if need_down:
             down_grad = plan.weight_grad(hidden, out_grad, down)
         del hidden
         if need_down_bias:
-            down_bias_grad = _sums_by_expert(out_grad, offsets, down_bias.dtype, weights)
+            down_bias_grad = _sums_by_expert(
+                out_grad.rows, row_of_slot, offsets, down_bias.dtype, weights
+            )
         if down_bias is not None and need_weights:
             _add_products(weights_grad, out_grad, down_bias, offsets)
         del out_grad
         if need_up_bias:
-            up_bias_grad = _sums_by_expert(pre_grad, offsets, up_bias.dtype)
+            every = torch.arange(pre_grad.shape[0], device=pre_grad.device)
+            up_bias_grad = _sums_by_expert(pre_grad, every, offsets, up_bias.dtype)
         if need_up:
-            up_grad = plan.weight_grad(plan.gather(rows, row_of_slot), pre_grad, up)
-        if need_rows:
-            rows_grad = _sums(plan.project_back(pre_grad, up), by_row, ctx.like_rows)
+            up_grad = plan.weight_grad(plan.take(rows, row_of_slot), pre_grad, up)
         return (
             None,
             rows_grad,
@@ -236,17 +240,21 @@ def _sums(values: Tensor, by_row: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _sums_by_expert(
-    values: Tensor, offsets: Tensor, dtype: torch.dtype, weights: Tensor | None = None
+    rows: Tensor,
+    row_of_slot: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """The sum over each expert's slots of `values` [S, A], times `weights`: [E, A] of `dtype`."""
-    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
-    every = torch.arange(values.shape[0], device=values.device, dtype=offsets.dtype)
-    scale = None if weights is None else weights.to(values.dtype)
-    return segment_sums(values, every, starts, scale).to(dtype)
+    """The sum over each expert's slots of `rows` [R, A], times `weights` [S]: [E, A] of `dtype`."""
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]]).to(row_of_slot.dtype)
+    scale = None if weights is None else weights.to(rows.dtype)
+    return segment_sums(rows, row_of_slot, starts, scale).to(dtype)
 
 
-def _add_products(to: Tensor, grads: Tensor, bias: Tensor, offsets: Tensor) -> None:
+def _add_products(to: Tensor, grads: Taken, bias: Tensor, offsets: Tensor) -> None:
     """Add to `to` [S] the scalar product of `grads` [S, H] and the bias of the slot's expert."""
-    wide = accumulation_dtype(grads.dtype)
-    for part, expert, total in blocks(grads, expert_of_slot(offsets, grads), to):
-        total.add_((part.to(wide) * bias[expert]).sum(dim=-1))
+    wide = accumulation_dtype(grads.rows.dtype)
+    tensors = grads.index, expert_of_slot(offsets, to), to
+    for index, expert, total in blocks(bias.shape[1], *tensors):
+        total.add_((grads.rows[index].to(wide) * bias[expert]).sum(dim=-1))

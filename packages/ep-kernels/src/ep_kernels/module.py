@@ -65,7 +65,7 @@ def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none")
     Args:
         experts: the module.
         recompute: "gate_up" keeps nothing for backward but what was received: the first projection
-            is computed again there, one product in six more.
+            is computed again there, for gated experts two ninths more to multiply.
 
     Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
     and does not recompute, is the way of: experts with a norm after them, activations with
