@@ -222,9 +222,7 @@ def test_what_is_not_claimed_is_left_out():
     def gives_nothing(experts, **settings):
         return lambda hidden, ids, weights: torch.zeros_like(hidden)
 
-    with pytest.raises(
-        ConformanceError, match="workload 'skipped', rank 0 .LinearExperts, float32"
-    ):
+    with pytest.raises(ConformanceError, match=r"'skipped', rank 0 \(LinearExperts, float32\)"):
         check(gives_nothing, "skipped", "output")
     check(gives_nothing, "skipped", "output", without=["skipped"])
     for capability in CAPABILITIES:
