@@ -257,6 +257,7 @@ def test_a_dispatcher_without_history_is_told():
         ({"workload": "balance"}, "workload: 'balance' is none of 'balanced'"),
         ({"laws": ["outputs"]}, "laws: 'outputs' is none of 'output'"),
         ({"without": {"skip"}}, "without: 'skip' is none of 'skipped'"),
+        ({"dtypes": [torch.bfloat16]}, "float32 and float64, whose sums are exact.*bfloat16"),
     ],
 )
 def test_names_that_do_not_exist(wrong, message):

@@ -121,15 +121,19 @@ def check(
 
     Raises:
         ConformanceError: on every rank, with the failures of all ranks.
-        ValueError: an unknown name.
+        ValueError: an unknown name, or a dtype in which sums are not exact.
         Exception: what the dispatcher itself raises, on the rank where it does, with a note that names
-            the law and the workload.
+            the law and the workload. Other ranks may wait for it: start the ranks with a time limit.
 
     Cost: two to five forwards and backwards a law, kind of experts and dtype, and small all-gathers.
     """
     chosen = list(LAWS) if laws is None else [laws] if isinstance(laws, str) else list(laws)
     _known("laws", chosen, LAWS)
     _known("workload", [workload], WORKLOADS)
+    if wrong := set(dtypes) - {torch.float32, torch.float64}:
+        raise ValueError(
+            f"dtypes must be float32 and float64, whose sums are exact here, got {wrong}."
+        )
     allowed = [law for law, name in cases(without) if name == workload and law in chosen]
     place = Place.of(ep_group, tp_group)
     failures: list[Failure] = []

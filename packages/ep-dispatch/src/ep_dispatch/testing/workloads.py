@@ -47,7 +47,8 @@ class Workload:
         """The expert ids [T, K] of batch `batch`."""
         top_k = num_experts if self.top_k is None else min(self.top_k, num_experts)
         tokens = self.tokens_of(batch, num_experts)
-        return self.route(tokens, top_k, num_experts, num_local_experts, generator)
+        ids = self.route(tokens, top_k, num_experts, num_local_experts, generator)
+        return ids.contiguous()  # as a router's top-k is
 
 
 def _distinct(tokens: int, top_k: int, experts: int, generator: Generator) -> Tensor:
