@@ -46,8 +46,8 @@ class EPTokenDispatcher(_theirs.BaseEPTokenDispatcher):  # type: ignore[misc, na
     torchtitan shards the tokens over TP and CP before its MoE, so no rank holds another's tokens. Without
     an EP mesh it reorders locally, as torchtitan's own all-to-all dispatcher does then.
 
-    Runs in torchtitan's `partial_dtensor` and `spmd_types` backends; not under
-    `debug.spmd_typechecking`, whose types our collectives do not carry.
+    Runs in torchtitan's `partial_dtensor` and `spmd_types` backends. Our collectives do not declare types
+    to `debug.spmd_typechecking`.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -111,21 +111,21 @@ def _no_grad(setting: Setting) -> Errors:
 
 
 def _in_flight(setting: Setting) -> Errors:
-    calls = [setting.inputs(seed) for seed in (1, 2)]
-    setting.experts.zero_grad()
-    outputs = [setting.dispatcher(hidden, ids, weights) for hidden, ids, weights, _ in calls]
-    for output, (_, _, _, cotangent) in zip(outputs, calls, strict=True):
-        output.backward(cotangent)
     # Experts see both calls, so their gradients are the sum.
-    for seeds, output, (hidden, _, weights, _) in zip(
-        ((2, 1), (1, 2)), outputs, calls, strict=True
-    ):
-        found, expected = setting.result(output, hidden, weights), setting.expected(*seeds)
-        errors = (
-            *_different("output", found.output, expected.output, setting.dtype),
-            *_different_gradients(found, expected, setting.dtype),
-        )
-        yield from (f"call {seeds[-1]} of 2: {error}" for error in errors)
+    expected = [setting.expected(*seeds) for seeds in ((2, 1), (1, 2))]
+    for order, name in (((0, 1), "in their order"), ((1, 0), "the last first")):
+        calls = [setting.inputs(seed) for seed in (1, 2)]
+        setting.experts.zero_grad()
+        outputs = [setting.dispatcher(hidden, ids, weights) for hidden, ids, weights, _ in calls]
+        for number in order:
+            outputs[number].backward(calls[number][3])
+        for number, (hidden, _, weights, _) in enumerate(calls):
+            found = setting.result(outputs[number], hidden, weights)
+            errors = (
+                *_different("output", found.output, expected[number].output, setting.dtype),
+                *_different_gradients(found, expected[number], setting.dtype),
+            )
+            yield from (f"call {number + 1} of 2, backwards {name}: {error}" for error in errors)
 
 
 def _real_numbers(setting: Setting) -> Errors:
