@@ -281,6 +281,37 @@ def test_equals_its_own_and_one_process(ranks: RankPool, case: Case) -> None:
         assert bytes_ours < bytes_theirs
 
 
+def test_without_an_ep_mesh_it_is_local() -> None:
+    """In one process, where torchtitan wires no EP mesh, tokens are reordered as torchtitan does it."""
+    x, cotangent = torch.randn(2, BATCH, LENGTH, DIM)
+    outputs = []
+    for dispatcher in ("local", "ours"):
+        config = layer("local", Case())
+        if dispatcher == "ours":
+            ours = adapter.EPTokenDispatcher.Config(num_experts=EXPERTS, top_k=Case().top_k)
+            config.routed_experts.token_dispatcher = ours
+        moe = config.build()
+        load(moe, Case())
+        moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None)
+        out = moe(x)
+        out.backward(cotangent)
+        outputs.append([out, *(parameter.grad for parameter in moe.parameters())])
+    for found, expected in zip(*outputs, strict=True):
+        assert torch.equal(found, expected)
+
+
+def refuses(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dispatcher = adapter.EPTokenDispatcher.Config(num_experts=6, top_k=2).build()
+    with pytest.raises(ValueError, match="must divide the experts, got 6 experts over 4 ranks"):
+        dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",)))
+
+
+def test_experts_that_do_not_divide(ranks: RankPool) -> None:
+    ranks.run(refuses, world=WORLD)
+
+
 def conforms(rank: int, workload: str, ours: bool, *dtypes: torch.dtype) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
