@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import weakref
 from typing import Any
@@ -14,6 +15,22 @@ def transformers_expert_parallel() -> Any:
     from transformers.distributed import expert_parallel
 
     return expert_parallel
+
+
+def torchtitan_token_dispatchers() -> tuple[Any, Any]:
+    """The module of token dispatchers in torchtitan, and its `override` (0.3.0).
+
+    Raises:
+        ImportError: torchtitan, or what it needs (triton, also on CPUs), is not installed.
+    """
+    try:
+        config = importlib.import_module("torchtitan.config")
+        return importlib.import_module("torchtitan.models.common.token_dispatcher"), config.override
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "ep_dispatch.adapters.torchtitan needs torchtitan 0.3.0 or newer and what it imports for its "
+            f"MoE (spmd_types, triton, tyro): {error}."
+        ) from error
 
 
 def checkpoint_frame() -> tuple[object | None, int | None]:
@@ -41,4 +58,4 @@ def checkpoint_frame() -> tuple[object | None, int | None]:
     return (frame, None) if hasattr(frame, "weak_holders") else (None, None)
 
 
-__all__ = ["checkpoint_frame", "transformers_expert_parallel"]
+__all__ = ["checkpoint_frame", "torchtitan_token_dispatchers", "transformers_expert_parallel"]
