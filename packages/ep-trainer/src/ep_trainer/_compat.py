@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
 
 Batch = Mapping[str, Any]
 
@@ -110,6 +111,31 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return bool(self._loss_shifts_labels)
 
 
+@dataclass
+class ShiftingSmoother(LabelSmoother):
+    """A label smoother that knows whether labels are shifted.
+
+    transformers asks the model's class by its name, which FSDP2 changes.
+    """
+
+    shifts: bool = False
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Any,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The smoothed loss."""
+        return super().__call__(
+            model_output,
+            labels,
+            shift_labels=self.shifts,
+            num_items_in_batch=num_items_in_batch,
+        )
+
+
 def use_cpu_ranks(args: TrainingArguments) -> None:
     """Have ``args`` see the gloo ranks of this launch.
 
@@ -165,6 +191,7 @@ __all__ = [
     "BatchRebalanceSampler",
     "HookedTrainer",
     "LengthGroupedSampler",
+    "ShiftingSmoother",
     "rank_in_worker_seed",
     "rebalance_for",
     "remember_data_loader",

@@ -71,6 +71,10 @@ class EPTrainer(HookedTrainer):
         elif model is not None:
             check_model(model)
         super().__init__(model, args, *positional, **named)
+        if self.mesh is not None and self.label_smoother is not None:
+            self.label_smoother = _compat.ShiftingSmoother(
+                self.label_smoother.epsilon, shifts=self.label_positions_are_shifted
+            )
         if self.mesh is None and self.model is not None:
             check_model(self.model)
 
