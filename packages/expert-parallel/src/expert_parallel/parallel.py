@@ -35,8 +35,8 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
     """Shard ``model`` in place over the running processes; every rank must call.
 
     Starts ``torch.distributed`` if nobody did.  A built model must hold the same values on every
-    rank (the same seed, or the same file); each keeps its part, on its own device.  Parameters on
-    the meta device stay there: `initialize` gives them values, or ``load_state_dict`` does.
+    rank (the same seed, or the same file); each keeps its part, on its own device, to which no
+    more than that part is moved.  Parameters on the meta device stay there: `initialize` gives them values, or ``load_state_dict`` does.
 
     Args:
         model: any module; a transformers model brings its plans.
@@ -47,12 +47,13 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
         all ranks together.
 
     Raises:
-        ValueError: the config does not fit the model or the number of processes; nothing is
-            changed then.
+        ValueError: the config does not fit the model, the number of processes or this machine;
+            nothing is cut or moved then.
 
     Costs one small all-gather.
     """
     resolved = as_config(config)
+    ep_plans.check_stages(resolved)
     mesh = ParallelMesh(resolved.layout)
     shard_model(model, mesh, resolved, own_experts=True)
     return model
@@ -73,8 +74,6 @@ def shard_model(
     make: Callable[[nn.Module], ExpertsForward] = (
         module_experts_forward if own_experts else _module_forward
     )
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(mesh.device)
     ep_plans.parallelize(model, mesh, config, experts_forward=make)
     if isinstance(model, PreTrainedModel):
         # On the object: FSDP2 and PEFT change or wrap the class.

@@ -40,6 +40,8 @@ class Colwise(Style):
     def __init__(self, *, gather_output: bool = False, packs: int = 1) -> None:
         self.gather_output = gather_output
         self.packs = packs
+        self.input_in_parts, self.output_in_parts = False, not gather_output
+        self.keeps_heads = not gather_output and packs == 1
 
     def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
         """The output dimension: the last but one of a weight, the only one of a bias."""
@@ -84,6 +86,7 @@ class Rowwise(Style):
     def __init__(self, *, split_input: bool = False, packs: int = 1) -> None:
         self.split_input = split_input
         self.packs = packs
+        self.input_in_parts, self.output_in_parts = not split_input, False
 
     def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
         """The input dimension, the last one; biases stay whole."""

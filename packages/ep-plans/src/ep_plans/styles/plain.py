@@ -28,6 +28,9 @@ from ep_plans.styles.base import (
 class Replicate(Style):
     """Every rank keeps the whole parameter and does the same work with it."""
 
+    input_in_parts = False
+    output_in_parts = False
+
 
 class PartialGradients(Style):
     """Every rank keeps the whole parameter and applies it to its own part of the activations.

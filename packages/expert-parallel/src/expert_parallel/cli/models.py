@@ -91,21 +91,8 @@ def check_plan(config: PreTrainedConfig, layout: DistributedConfig) -> nn.Module
         ValueError: a rule is broken.
     """
     model = build_on_meta(config)
-    check_rules(model, layout)
-    return model
-
-
-def check_rules(model: nn.Module, layout: DistributedConfig) -> None:
-    """Check that a layout fits a model and is one that `parallelize` can apply.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
     resolve_plans(model, layout)
-    if layout.pp_size > 1:
-        raise ValueError(
-            f"pp_size={layout.pp_size}: pipeline stages are not in this release; use the other sizes."
-        )
+    return model
 
 
 def load(

@@ -17,13 +17,12 @@ from rich.table import Table
 from torch import nn
 
 from ep_mesh import DistributedConfig, Layout
-from ep_plans import ParameterSharding, Plans, plan_parameters, resolve_plans
-from ep_plans.checks import num_experts_of
+from ep_plans import ParameterSharding, Plans, num_experts_of, plan_parameters, resolve_plans
 from ep_plans.patterns import rule_for, wildcard
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
-from expert_parallel.cli.models import build_on_meta, check_rules, read_config
+from expert_parallel.cli.models import build_on_meta, read_config
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -147,7 +146,7 @@ def broken_rules(model: nn.Module, fields: dict[str, Any], processes: int | None
             config = DistributedConfig.from_dict({**fields, **changes})
             if processes is not None and not changes:
                 config.layout.check_world_size(processes)
-            check_rules(model, config)
+            resolve_plans(model, config)
         except ValueError as error:
             text = " ".join(str(error).split())
             if text not in found:
