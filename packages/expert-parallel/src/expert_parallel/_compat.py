@@ -13,7 +13,6 @@
 | `GenerationMixin._prefill` | the arguments are checked, forwards begin | transformers 5.17, 5.24 |
 | `GenerationMixin._get_static_cache_init_shape` | a rank has some of the key-value heads | transformers 5.17, 5.24 |
 | `utils.hub.convert_file_size_to_int` | what "5GB" means there | transformers 5.17, 5.24 |
-| `placement_types._StridedShard` | packed weights | torch 2.11 to 2.13 |
 | `utils._pytree.tree_map_only`, `Tensor._make_wrapper_subclass` | a tensor whose values are not in memory | torch 2.11 to 2.13 |
 
 [Note: patching for one call]
@@ -32,7 +31,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
@@ -43,7 +41,6 @@ from transformers.utils.hub import convert_file_size_to_int as bytes_of_size
 
 __all__ = [
     "Loader",
-    "StridedShard",
     "bytes_of_size",
     "forget_conversions",
     "generation_overrides",
