@@ -21,14 +21,17 @@ class _Sharded:
             *args: as for transformers.
             **kwargs: as for transformers, and ``distributed_config`` (a `DistributedConfig`, a dict
                 of its fields, or native transformers' object): every rank must call then.
-                ``experts_implementation`` None computes experts by ``ep_kernels``; a name selects
-                transformers' own implementation.
+                ``experts_implementation`` not given (or None) computes experts by ``ep_kernels``,
+                whatever the checkpoint's config names; ``"deepgemm_megamoe"`` stands for the
+                ``ep_implementation`` of that name; any other name computes them by transformers'
+                own implementation of that name.
 
         Raises:
             ValueError: the config does not fit the model or the number of processes, or the files
                 are not safetensors.
 
-        Costs per rank: reads the bytes of its shards; memory grows by these and about 64 MiB.
+        Costs per rank: reads the bytes of its shards; for the memory see the note in
+        `expert_parallel.reading`.
         """
         if kwargs.get("distributed_config") is None:
             return super().from_pretrained(  # type: ignore[misc]

@@ -1,4 +1,11 @@
-"""Reading a checkpoint: the boxes that a rank needs, straight into its own memory."""
+"""Reading a checkpoint: the boxes that a rank needs, straight into its own memory.
+
+[Note: what loading holds in memory]
+A rank holds its shards, from the first read on.  Files are mapped: what is copied out of them passes
+through the page cache, at most a piece (64 MiB, or one row of a tensor where that is more) at a time
+and thread.  Only a conversion that computes (a dequantization by other than rows) holds its whole
+inputs meanwhile, for one tensor per thread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ import torch
 from expert_parallel.boxes import Box, Interval, pieces
 from expert_parallel.lazy import LazyTensor, Node, block
 
-_PIECE = 64 << 20  # bytes read at once: what a reader holds beside the shards
+_PIECE = 64 << 20  # bytes read at once
 _READERS = 4
 
 
