@@ -65,6 +65,10 @@ Processes = Annotated[
     ),
 ]
 
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from, on every rank.")
+]
+
 
 @contextmanager
 def world_of(processes: int | None) -> Iterator[None]:

@@ -272,6 +272,7 @@ def train(
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
+    traceback: options.Traceback = False,
 ) -> None:
     """Train on text, and save an ordinary Hugging Face checkpoint.
 
@@ -320,4 +321,4 @@ def train(
     with tempfile.TemporaryDirectory(prefix="ep-train-") as made:
         with out.status("reading the data"):
             content = prepare(job, Path(made))
-        launch("train", content, size, Path(made))
+        launch("train", content, size, Path(made), traceback=traceback)
