@@ -7,6 +7,7 @@ from ep_plans.resolve import Plans, check_stages, resolve_plans
 from ep_plans.sharding import Cut, ParameterSharding, full_tensor
 from ep_plans.styles import Context, Scope, Style, register_style
 from ep_plans.styles.base import (
+    Moved,
     around_forward,
     call_arguments,
     change_input,
@@ -20,6 +21,7 @@ from ep_plans.styles.base import (
 __all__ = [
     "Context",
     "Cut",
+    "Moved",
     "ParallelState",
     "ParameterSharding",
     "Plans",

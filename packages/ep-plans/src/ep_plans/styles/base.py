@@ -70,6 +70,19 @@ class Context:
         return self.model.get_submodule(self.name.rpartition(".")[0])
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What the collectives around a module work on in a training step, in elements per token.
+
+    Attributes:
+        reduced: all-reduced, in forward and backward together.
+        gathered: all-gathered, in forward and backward together.
+    """
+
+    reduced: int = 0
+    gathered: int = 0
+
+
 class Style:
     """One way to shard a module's parameters and to run it. Stateless; one object serves all modules.
 
@@ -106,6 +119,17 @@ class Style:
 
         Called with every rule before anything is changed; needs no process group.
         """
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """What the module `name` of `model`, not sharded, moves over the rule's axis.
+
+        Args:
+            model: the model.
+            name: the module's path.
+            hidden: the model's hidden size.
+            slots: its experts per token.
+        """
+        return Moved()
 
     def prepare(self, context: Context) -> Any:
         """Make what `install` needs, which finds it as `context.prepared`.

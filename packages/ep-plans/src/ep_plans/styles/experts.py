@@ -15,6 +15,7 @@ from ep_dispatch.collectives import copy_to_group, group_rank, group_size, reduc
 from ep_plans.styles.base import (
     Context,
     Forward,
+    Moved,
     Scope,
     Style,
     around_forward,
@@ -101,6 +102,10 @@ class SummedExperts(Style):
 
     scope = Scope.EXPERTS
     masks = True
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output, the input's gradient and the routing weights'."""
+        return Moved(reduced=2 * hidden + slots)
 
     def install(self, context: Context) -> None:
         """Copy the inputs, run on local weights, sum the output."""

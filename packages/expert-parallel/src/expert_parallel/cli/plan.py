@@ -1,4 +1,4 @@
-"""``ep plan``: who holds what, for any model and sizes, without processes and without weights."""
+"""``ep plan``: who holds and sends what, for any model and sizes, without processes and without weights."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.models import build_on_meta, read_config
+from expert_parallel.cli.traffic import step_traffic
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -231,6 +232,46 @@ def show_plan(out: Console, model: nn.Module, config: DistributedConfig, itemsiz
     )
 
 
+def show_traffic(
+    out: Console,
+    model: nn.Module,
+    config: DistributedConfig,
+    itemsize: int,
+    *,
+    batch_size: int,
+    sequence_length: int,
+) -> None:
+    """Print what a rank sends in a training step."""
+    plans = resolve_plans(model, config)
+    shardings = plan_parameters(model, plans, config)
+    try:
+        found = step_traffic(
+            model,
+            plans,
+            shardings,
+            config,
+            tokens=batch_size * sequence_length,
+            itemsize=itemsize,
+        )
+    except ValueError as error:
+        out.print(f"\nThe traffic can't be computed: {error}", markup=False, soft_wrap=True)
+        return
+    out.print(
+        f"\nA rank sends in a training step of {batch_size} x {sequence_length} tokens a data shard "
+        "(computed from this plan, not measured; experts chosen evenly):\n",
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("axis")
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    for each in found:
+        table.add_row(each.axis, each.what, f"{each.sent / 2**20:,.1f}")
+    table.add_section()
+    table.add_row("all", "", f"{sum(each.sent for each in found) / 2**20:,.1f}")
+    out.print(table)
+
+
 def _show_units(out: Console, plans: Plans, config: DistributedConfig) -> None:
     if config.dp_size == 1 or not plans.fsdp:
         return
@@ -262,11 +303,13 @@ def plan(
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
-    dtype: Annotated[str, typer.Option(help="For the memory: float32, bfloat16, float16.")] = (
+    dtype: Annotated[str, typer.Option(help="Of all elements: float32, bfloat16, float16.")] = (
         "bfloat16"
     ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a data shard.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
 ) -> None:
-    """Show who holds what: the picture, the resolved plan, parameters per rank, broken rules.
+    """Show who holds and sends what: the picture, the plan, memory and traffic, broken rules.
 
     Needs no GPU, no processes and no weights. Exit code 1 if a rule is broken.
     """
@@ -292,6 +335,14 @@ def plan(
         show_layout(out, built, config)
     if not broken:
         show_plan(out, built, config, _DTYPES[dtype])
+        show_traffic(
+            out,
+            built,
+            config,
+            _DTYPES[dtype],
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+        )
         return
     for rule in broken:
         out.print(f"[bold red]broken rule:[/] {escape(rule)}", soft_wrap=True)
