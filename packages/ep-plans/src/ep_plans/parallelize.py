@@ -21,7 +21,7 @@ from ep_dispatch import ExpertsForward
 from ep_dispatch.collectives import copy_to_group
 from ep_dispatch.links import join_parameters
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans._compat import join_norms_over_meshes
+from ep_plans._compat import join_norms_over_meshes, mark_expert_parallel, show_plan
 from ep_plans.checks import attention_heads
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
@@ -116,7 +116,9 @@ def parallelize(
     _reduce_inside_experts(model, mesh, plans.experts, shardings)
     if config.enable_sequence_parallel and config.tp_size > 1:
         install_sequence_parallel(model, plans, mesh.group("tp"))
-    _show_plans(model, plans)
+    show_plan(model, "tp_plan", plans.tp_rules)
+    show_plan(model, "ep_plan", plans.ep_rules)
+    show_plan(model, "fsdp_plan", plans.fsdp_rules)
     apply_fsdp(model, mesh, config, plans, shardings)
     _move_rest(model, mesh.device)
     join_norms_over_meshes()
@@ -186,8 +188,7 @@ def _cut_parameters(
         module._parameters[parameter_name] = part
         if sharding.cut.axis == "ep":
             module.num_experts = parameter.shape[0] // config.ep_size  # type: ignore[assignment]
-            # Released experts code masks skipped ids only when it is told that experts are split.
-            module._is_expert_parallel = True  # type: ignore[assignment]
+            mark_expert_parallel(module)
 
 
 def _cut_mesh(mesh: ParallelMesh, cut: Cut) -> DeviceMesh:
@@ -331,14 +332,3 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def _show_plans(model: nn.Module, plans: Plans) -> None:
-    """Set `model.tp_plan` and so on; a transformers model has properties over `_tp_plan`."""
-    for name, rules in (
-        ("tp_plan", plans.tp_rules),
-        ("ep_plan", plans.ep_rules),
-        ("fsdp_plan", plans.fsdp_rules),
-    ):
-        shown = f"_{name}" if isinstance(getattr(type(model), name, None), property) else name
-        setattr(model, shown, dict(rules))

@@ -30,7 +30,7 @@ from torch import nn
 from ep_dispatch import EPImplementationInterface
 from ep_dispatch.implementation import MEGAMOE, uses_megamoe
 from ep_mesh import DistributedConfig
-from ep_plans._compat import has_per_parameter_mesh
+from ep_plans._compat import has_per_parameter_mesh, kept_in_float32
 from ep_plans.checks import attention_heads
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
@@ -146,9 +146,7 @@ def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> se
     dtypes = {p.dtype for p in named.values() if p.is_floating_point()}
     patterns: set[str] = set()
     if mixed_precision or dtypes & {torch.float16, torch.bfloat16}:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if torch.float16 in dtypes:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        patterns = kept_in_float32(model, strict_only=torch.float16 not in dtypes)
     kept = {
         name for name, p in named.items() if p.dtype is torch.float32 and dtypes - {torch.float32}
     }

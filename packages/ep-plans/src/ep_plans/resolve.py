@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ep_mesh import DistributedConfig
+from ep_plans._compat import class_plan
 from ep_plans.checks import check_attention, check_experts, check_pairs
 from ep_plans.families import family_plan, family_style
 from ep_plans.patterns import is_below, nearest, rule_for, wildcard
@@ -165,7 +166,7 @@ def _declared(model: nn.Module, plan: str) -> dict[str, str]:
     for name, module in reversed(list(model.named_modules())):
         if not hasattr(module, "base_model_prefix"):
             continue
-        own = dict(getattr(type(module), f"_{plan}", None) or {})
+        own = class_plan(module, plan)
         config = getattr(module, "config", None)
         if getattr(module, "base_model", None) is module:
             own.update(getattr(config, f"base_model_{plan}", None) or {})

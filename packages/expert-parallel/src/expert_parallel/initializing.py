@@ -114,7 +114,7 @@ def _initialize_all(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed + index)
         drawn += _initialize_module(owner, module)
     for parameter in drawn:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        _compat.mark_initialized(parameter)
 
 
 def _in_order(owner: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -128,7 +128,7 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
     missing = {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if not getattr(parameter, "_is_hf_initialized", False)
+        if not _compat.is_initialized(parameter)
     }
     if not missing and not _has_rule_for_buffers(owner, module):
         return []

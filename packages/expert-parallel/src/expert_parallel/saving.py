@@ -63,7 +63,7 @@ def save_pretrained(
     Costs as many point-to-point messages as tensors have parts on other ranks; the memory of one
     piece (256 MiB, or ``max_shard_size`` if that is smaller) on the first rank and on its device.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if _compat.holds_adapters(model):
         raise ValueError(
             "This model holds adapters. Save it through PEFT (the PeftModel's own "
             "save_pretrained), or merge them first."
@@ -117,7 +117,7 @@ def _file_tensors(model: nn.Module, *, original: bool) -> dict[str, LazyTensor]:
 def _untied(model: nn.Module) -> dict[str, LazyTensor]:
     """The state dict with each tied weight once, under the name that loading expects."""
     state: Mapping[str, Any] = model.state_dict(keep_vars=True)
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = _compat.names_not_saved(model)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     first: dict[int, str] = {}
     kept: dict[str, LazyTensor] = {}

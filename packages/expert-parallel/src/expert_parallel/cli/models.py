@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import resolve_plans
+from expert_parallel import _compat
 
 _HEADS = (
     "AutoModelForCausalLM",
@@ -67,10 +68,10 @@ def build_on_meta(config: PreTrainedConfig) -> nn.Module:
         for name in getattr(config, "architectures", None) or ():
             architecture = getattr(transformers, name, None)
             if architecture is not None:
-                return _tied(architecture._from_config(config))
+                return _tied(_compat.from_config(architecture, config))
         for head in _HEADS:
             auto = getattr(transformers, head)
-            if type(config) in auto._model_mapping:
+            if _compat.auto_class_knows(auto, config):
                 return _tied(auto.from_config(config))
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a {type(config).__name__} "
