@@ -7,15 +7,19 @@ words. A batch is 16 tokens of 2 bytes an element: 32 bytes for each element of 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from cli_models import EP_PLAN, SMALL
-from transformers import LlamaConfig, Qwen3MoeConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import plan_parameters, resolve_plans
+from expert_parallel import parallelize
 from expert_parallel.cli.models import build_on_meta
 from expert_parallel.cli.traffic import distinct_other_ranks, number_of, step_traffic
 
@@ -118,3 +122,52 @@ def test_distinct_ranks_are_those_of_brute_force(experts: int, ranks: int, slots
 def test_a_config_without_the_number_is_told() -> None:
     with pytest.raises(ValueError, match="experts per token of Linear is not known"):
         number_of(torch.nn.Linear(1, 1), ("num_experts_per_tok",), "the experts per token")
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that the collectives of this rank send on a ring."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count, by the larger side of a collective."""
+        if func.namespace == "c10d":
+            tensors = tree_flatten(args)[0]
+            largest = max(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            times = 2 if name.startswith("allreduce") else 1
+            self.bytes[name.split("_")[0]] += times * largest * (self.ranks - 1) / self.ranks
+        return func(*args, **kwargs or {})
+
+
+def measured(rank: int, fields: dict[str, Any]) -> tuple[float, float, dict[str, float]]:
+    torch.manual_seed(0)
+    config = DistributedConfig(**{"fsdp_over_tp": False, **fields})
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL)).train()
+    plans = resolve_plans(model, config)
+    shardings = plan_parameters(model, plans, config)
+    found = step_traffic(model, plans, shardings, config, tokens=16, itemsize=4)
+    parallelize(model, config)
+    ids = torch.arange(16)[None]
+    with Sent(config.world_size) as sent:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return sum(each.sent for each in found), sum(sent.bytes.values()), dict(sent.bytes)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tp_size": 2},
+        {"tp_size": 2, "enable_sequence_parallel": True},
+        {"fsdp_size": 2},
+        {"fsdp_size": 2, "fsdp_plan": FSDP_PLAN},
+        {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce", "ep_plan": EP_PLAN},
+    ],
+    ids=str,
+)
+def test_what_is_computed_is_what_the_collectives_move(ranks, fields: dict[str, Any]) -> None:
+    for computed, sent, by_kind in ranks.run(measured, fields, world=2):
+        assert computed == pytest.approx(sent, rel=0.02), by_kind
