@@ -1,8 +1,8 @@
-"""Check what each package imports, from the syntax trees alone: ``python tools/check_imports.py``.
+"""Check what each package imports, from the syntax trees alone: `python tools/check_imports.py`.
 
-A package may import the standard library and what ``ALLOWED`` says; what it needs to be imported
-must be declared in its pyproject.toml, and nothing else.  A private name of a dependency (a part of its path begins
-with an underscore, or it is in ``PRIVATE``) is imported in the package's ``_compat.py`` alone, and
+A package may import the standard library and what `ALLOWED` says; what it needs to be imported
+must be declared in its pyproject.toml, and nothing else. A private name of a dependency (a part of its path begins
+with an underscore, or it is in `PRIVATE`) is imported in the package's `_compat.py` alone, and
 that file names the versions the name was seen in.
 """
 

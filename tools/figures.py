@@ -1,7 +1,7 @@
-"""Measure a figure that the documentation gives: ``python tools/figures.py NAME`` or ``list``.
+"""Measure a figure that the documentation gives: `python tools/figures.py NAME` or `list`.
 
 A figure is a function here, under its own name, that measures and returns plain data; the command
-prints it as one line of JSON. Run it in the environment of ``nox -s dev``.
+prints it as one line of JSON. Run it in the environment of `nox -s dev`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ep train`` and ``ep generate``: jobs from files and flags, checked before a rank starts."""
+"""`ep train` and `ep generate`: jobs from files and flags, checked before a rank starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ep plan``: what it prints is what sharding does, and broken rules end it with exit code 1."""
+"""`ep plan`: what it prints is what sharding does, and broken rules end it with exit code 1."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`DistributedConfig`: the one object that says how a model is distributed.
 
-Plain data and its rules.  What needs the model (does a plan's key match, how many experts has a
-layer) is checked when the model is known: `DistributedConfig.check_experts`, and ``ep_plans``.
+Plain data and its rules. What needs the model (does a plan's key match, how many experts has a
+layer) is checked when the model is known: `DistributedConfig.check_experts`, and `ep_plans`.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class DistributedConfig:
 
     Frozen, since the rules are checked when it is built: `dataclasses.replace` makes another one.
 
-    Processes = ``tp * fsdp * dp_replicate * pp``; EP adds none, it regroups the same ranks.
+    Processes = `tp * fsdp * dp_replicate * pp`; EP adds none, it regroups the same ranks.
 
     Args:
-        tp_size: ranks for tensor parallelism.  None with ``tp_plan`` set: ``WORLD_SIZE`` divided
-            by the other sizes.  None without ``tp_plan``: 1.
-        tp_plan: ``"auto"``, or None with ``tp_size`` set: the model's own plan.  A dict overrides
-            single rules of it, ``{}`` means no TP rule at all.
+        tp_size: ranks for tensor parallelism. None with `tp_plan` set: `WORLD_SIZE` divided
+            by the other sizes. None without `tp_plan`: 1.
+        tp_plan: `"auto"`, or None with `tp_size` set: the model's own plan. A dict overrides
+            single rules of it, `{}` means no TP rule at all.
         enable_sequence_parallel: between TP regions the sequence is sharded over the TP group.
-        enable_expert_parallel: deprecated.  Without ``ep_size`` the same as
-            ``ep_size=tp_size, tp_plan={}`` (a ``tp_plan`` that is given stays); an explicit
-            ``ep_size`` wins.  It is resolved into these fields and reads False afterwards.
-        fsdp_size: ranks for FSDP2.  None: 1.
-        dp_replicate_size: HSDP replicas.  None: 1.
-        fsdp_plan: overrides of the FSDP plan; used if ``dp_replicate_size * fsdp_size > 1``, or for
-            ``fsdp_over_tp``.
+        enable_expert_parallel: deprecated. Without `ep_size` the same as
+            `ep_size=tp_size, tp_plan={}` (a `tp_plan` that is given stays); an explicit
+            `ep_size` wins. It is resolved into these fields and reads False afterwards.
+        fsdp_size: ranks for FSDP2. None: 1.
+        dp_replicate_size: HSDP replicas. None: 1.
+        fsdp_plan: overrides of the FSDP plan; used if `dp_replicate_size * fsdp_size > 1`, or for
+            `fsdp_over_tp`.
         fsdp_cpu_offload: FSDP2 CPU offload, experts included.
         fsdp_mixed_precision: FSDP2 mixed precision (bf16 parameters, fp32 reduction), experts
             included.
-        pp_size: pipeline stages.  None: 1.
-        ep_size: ranks that own distinct experts.  None: 1; a plan never infers it.
-        ep_plan: overrides of the EP plan; used if ``ep_size > 1``.
-        ep_implementation: how tokens reach the experts, a name in the registry of ``ep_dispatch``.
+        pp_size: pipeline stages. None: 1.
+        ep_size: ranks that own distinct experts. None: 1; a plan never infers it.
+        ep_plan: overrides of the EP plan; used if `ep_size > 1`.
+        ep_implementation: how tokens reach the experts, a name in the registry of `ep_dispatch`.
         fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too, in the
-            units of the FSDP plan, also with one batch.  None: where it saves memory.
+            units of the FSDP plan, also with one batch. None: where it saves memory.
 
     Raises:
         ValueError: a rule is broken; it names the values and what would fit.
@@ -108,16 +108,16 @@ class DistributedConfig:
 
     @property
     def dp_size(self) -> int:
-        """Number of distinct batches: ``dp_replicate_size * fsdp_size``."""
+        """Number of distinct batches: `dp_replicate_size * fsdp_size`."""
         return self.layout.data_parallel_size
 
     @property
     def efsdp_size(self) -> int:
-        """Ranks that FSDP-shard the same experts: ``fsdp_size * tp_size / ep_size``."""
+        """Ranks that FSDP-shard the same experts: `fsdp_size * tp_size / ep_size`."""
         return self.layout.efsdp
 
     def check_experts(self, num_experts: int) -> None:
-        """Check that ``ep_size`` divides ``num_experts``, the experts of a layer.
+        """Check that `ep_size` divides `num_experts`, the experts of a layer.
 
         Raises:
             ValueError: it doesn't; it names the sizes that fit.
@@ -130,7 +130,7 @@ class DistributedConfig:
     def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> Self:
         """Build one from a dict, also from one that native transformers wrote.
 
-        ``overrides`` win over ``values``.
+        `overrides` win over `values`.
 
         Raises:
             ValueError: an unknown key, told with the nearest field; or a broken rule.
@@ -175,7 +175,7 @@ class DistributedConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_json_file(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json_string` to ``path``."""
+        """Write `to_json_string` to `path`."""
         Path(path).write_text(self.to_json_string(), encoding="utf-8")
 
     # -- the rules
@@ -261,7 +261,7 @@ class DistributedConfig:
 
 
 def launched_processes() -> int | None:
-    """The number of processes that a launcher such as torchrun tells (``WORLD_SIZE``), if any."""
+    """The number of processes that a launcher such as torchrun tells (`WORLD_SIZE`), if any."""
     text = os.environ.get("WORLD_SIZE")
     if text is None:
         return None

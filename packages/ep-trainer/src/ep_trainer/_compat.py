@@ -1,6 +1,6 @@
 """The private parts of transformers and accelerate that the trainer needs, all in this file.
 
-Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0.  `HookedTrainer` overrides the private
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0. `HookedTrainer` overrides the private
 hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
 """
 
@@ -107,7 +107,7 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def label_positions_are_shifted(self) -> bool:
-        """Whether the model's loss predicts label ``i + 1`` at position ``i``."""
+        """Whether the model's loss predicts label `i + 1` at position `i`."""
         return bool(self._loss_shifts_labels)
 
 
@@ -137,9 +137,9 @@ class ShiftingSmoother(LabelSmoother):
 
 
 def use_cpu_ranks(args: TrainingArguments) -> None:
-    """Have ``args`` see the gloo ranks of this launch.
+    """Have `args` see the gloo ranks of this launch.
 
-    Without ``use_cpu=True`` accelerate takes each CPU rank for a world of one, and so would
+    Without `use_cpu=True` accelerate takes each CPU rank for a world of one, and so would
     transformers: every rank would read every batch and write every file.
     """
     args.use_cpu = True

@@ -30,15 +30,15 @@ class Meter(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """This rank's share of a micro-batch's input tokens; a TP group's shares are its tokens."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers since the last log.  Called on every rank, so it may communicate."""
+        """Numbers since the last log. Called on every rank, so it may communicate."""
         return {}
 
 
 class Speed(Meter):
-    """``tokens_per_second_per_rank``: input tokens of all batches, by time and by ranks.
+    """`tokens_per_second_per_rank`: input tokens of all batches, by time and by ranks.
 
-    A token counts once, whatever the TP size.  The first log since training began has no rate: the
-    steps before it also allocate and compile.  One gather of a number from all ranks per log.
+    A token counts once, whatever the TP size. The first log since training began has no rate: the
+    steps before it also allocate and compile. One gather of a number from all ranks per log.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class Speed(Meter):
 
 
 class Memory(Meter):
-    """``peak_memory_gb``: of the rank that needed most, since the start; `per_rank` has all.
+    """`peak_memory_gb`: of the rank that needed most, since the start; `per_rank` has all.
 
-    On CUDA what torch allocated, on the CPU the resident memory of the process.  One gather of a
+    On CUDA what torch allocated, on the CPU the resident memory of the process. One gather of a
     number from all ranks per log.
     """
 
@@ -82,12 +82,12 @@ class Memory(Meter):
 
 
 class ExpertLoad(Meter):
-    """``expert_load_max``: the most loaded expert of any layer, in shares of an even load.
+    """`expert_load_max`: the most loaded expert of any layer, in shares of an even load.
 
-    1 is perfect balance, E / K the worst: one expert gets every token.  `shares` [L, E] are the
+    1 is perfect balance, E / K the worst: one expert gets every token. `shares` [L, E] are the
     experts' parts of their layer's routes since the last log (rows sum to 1), `history` the tensors
-    of all logs.  Only training counts, each token once: not in evaluation, nor when activation
-    checkpointing runs a layer again.  One all-reduce of L x E numbers per log.
+    of all logs. Only training counts, each token once: not in evaluation, nor when activation
+    checkpointing runs a layer again. One all-reduce of L x E numbers per log.
     """
 
     def __init__(self) -> None:

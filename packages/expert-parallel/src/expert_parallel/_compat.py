@@ -20,7 +20,7 @@
 
 [Note: patching for one call]
 The functions are replaced while a sharded load is running, and act differently only in the
-context (`ContextVar`) of that load: a plain ``from_pretrained`` in another thread is not touched.
+context (`ContextVar`) of that load: a plain `from_pretrained` in another thread is not touched.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
 class Loader(Protocol):
-    """What a sharded load does at each point of transformers' ``from_pretrained``."""
+    """What a sharded load does at each point of transformers' `from_pretrained`."""
 
     device: torch.device
 
@@ -82,13 +82,13 @@ class Loader(Protocol):
         """Apply a function that works on each index of the first dimension by itself."""
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Read what this rank holds of ``value``; give back what replaces the parameter."""
+        """Read what this rank holds of `value`; give back what replaces the parameter."""
 
     def finish(self, load: Callable[[], Any]) -> Any:
-        """Run ``load``, wait for all reads, and raise on every rank if one failed."""
+        """Run `load`, wait for all reads, and raise on every rank if one failed."""
 
     def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
-        """Initialize what no file held; ``rest`` is transformers' way, for plain tensors."""
+        """Initialize what no file held; `rest` is transformers' way, for plain tensors."""
 
 
 _active: ContextVar[Loader | None] = ContextVar("expert_parallel_loader", default=None)
@@ -99,7 +99,7 @@ _patches = ExitStack()
 
 @contextmanager
 def loading_through(loader: Loader) -> Iterator[None]:
-    """Let ``loader`` take part in every ``from_pretrained`` of this context."""
+    """Let `loader` take part in every `from_pretrained` of this context."""
     global _depth
     with _lock:
         if _depth == 0:
@@ -124,7 +124,7 @@ def generation_overrides(
     static_cache_shape: Callable[[], Any] | None = None,
     before_first: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Replace steps of ``generate`` for one call.
+    """Replace steps of `generate` for one call.
 
     Args:
         model: the model that generates.

@@ -1,7 +1,7 @@
 """Boxes: parts of tensors as index arithmetic, with no process group and no data.
 
 A *box* is a part of a tensor: for each dimension the half-open intervals of indices in it,
-ascending and disjoint.  A rank's local tensor is its box with the intervals of each dimension
+ascending and disjoint. A rank's local tensor is its box with the intervals of each dimension
 put side by side: one interval for an ordinary shard, one per block for a packed weight.
 """
 
@@ -35,12 +35,12 @@ class Part(NamedTuple):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor of ``shape``."""
+    """All of a tensor of `shape`."""
     return tuple(((0, size),) if size else () for size in shape)
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of the tensor that holds ``box``."""
+    """The shape of the tensor that holds `box`."""
     return tuple(length(intervals) for intervals in box)
 
 
@@ -55,7 +55,7 @@ def numel(box: Box) -> int:
 
 
 def shifted(intervals: Sequence[Interval], by: int) -> tuple[Interval, ...]:
-    """The intervals moved by ``by``."""
+    """The intervals moved by `by`."""
     return tuple((start + by, end + by) for start, end in intervals)
 
 
@@ -92,7 +92,7 @@ def intersection(first: Box, second: Box) -> Box:
 
 
 def positions(inner: Box, outer: Box) -> Box:
-    """Where ``inner``, a part of ``outer``, lies in the local tensor of ``outer``."""
+    """Where `inner`, a part of `outer`, lies in the local tensor of `outer`."""
     return tuple(
         tuple(_locate(interval, intervals) for interval in part)
         for part, intervals in zip(inner, outer, strict=True)
@@ -120,7 +120,7 @@ def _at(intervals: Sequence[Interval], low: int, high: int) -> tuple[Interval, .
 
 
 def local_box(shape: Sequence[int], parts: Sequence[Part]) -> Box:
-    """What is left of a tensor of ``shape`` when each part in turn is taken of the one before."""
+    """What is left of a tensor of `shape` when each part in turn is taken of the one before."""
     box: list[tuple[Interval, ...]] = list(whole_box(shape))
     for dim, count, place, packs in parts:
         ranges = cut_ranges(length(box[dim]), count, place, packs)

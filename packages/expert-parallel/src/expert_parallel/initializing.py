@@ -23,9 +23,9 @@ from expert_parallel.shards import box_of, home_of, replacement
 def initialize(model: nn.Module, seed: int = 0) -> None:
     """Give a model that was sharded on the meta device memory and initial values.
 
-    The values depend on ``seed`` alone, not on the layout.  A transformers model is initialized by
-    its family's rule, another module by its parts' ``reset_parameters``, which has to fill their
-    buffers too.  Every rank must call.
+    The values depend on `seed` alone, not on the layout. A transformers model is initialized by
+    its family's rule, another module by its parts' `reset_parameters`, which has to fill their
+    buffers too. Every rank must call.
 
     Raises:
         ValueError: the model was not sharded, or some of its parameters have values already.
@@ -68,9 +68,9 @@ def _check_filled(model: nn.Module, unfilled: Mapping[str, tuple[torch.Tensor, i
 
 
 def initialize_missing(model: PreTrainedModel, rest: Callable[[], None]) -> None:
-    """Initialize the parameters that loading did not mark, then let ``rest`` do buffers.
+    """Initialize the parameters that loading did not mark, then let `rest` do buffers.
 
-    The seed is drawn on rank 0; every rank must call.  Memory: one module's whole parameters.
+    The seed is drawn on rank 0; every rank must call. Memory: one module's whole parameters.
     """
     with torch.random.fork_rng(), torch.no_grad():
         _initialize_all(model, _shared_seed())

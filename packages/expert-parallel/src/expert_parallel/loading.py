@@ -3,7 +3,7 @@
 [Note: what happens when]
 1. transformers builds the model on the meta device and asks us to distribute it: its parameters
    become sharded DTensors, still without data.
-2. It runs the family's weight conversions.  Each tensor of the checkpoint is a `LazyTensor`, so
+2. It runs the family's weight conversions. Each tensor of the checkpoint is a `LazyTensor`, so
    nothing is read yet and every rank sees whole shapes: reports are the same everywhere.
 3. Where it sets a parameter, the box that this rank holds is read from the files into it.
 What that holds in memory is told in `expert_parallel.reading`.
@@ -51,12 +51,12 @@ def load(
     experts_implementation: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``from_pretrained`` so that each rank reads its shards; every rank must call.
+    """Call `from_pretrained` so that each rank reads its shards; every rank must call.
 
     Raises:
         OtherRankError: another rank could not load.
         ValueError: the config does not fit the model or the number of processes, a file can't be
-            read in parts, or an argument contradicts ``distributed_config``.
+            read in parts, or an argument contradicts `distributed_config`.
     """
     config = as_config(distributed_config)
     check_stages(config)
@@ -105,7 +105,7 @@ def _naming_the_file(error: Exception, path: Any, files: Sequence[str]) -> Excep
 def _select_implementation(
     config: DistributedConfig, experts: str
 ) -> tuple[DistributedConfig, str | None]:
-    """``deepgemm_megamoe`` names how experts compute and how tokens reach them: both at once."""
+    """`deepgemm_megamoe` names how experts compute and how tokens reach them: both at once."""
     mega = "deepgemm_megamoe"
     if experts == mega:
         if config.ep_size == 1:

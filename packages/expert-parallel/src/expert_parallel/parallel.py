@@ -32,18 +32,18 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | Any) -> ModelT:
-    """Shard ``model`` in place over the running processes; every rank must call.
+    """Shard `model` in place over the running processes; every rank must call.
 
-    Starts ``torch.distributed`` if nobody did.  A built model must hold the same values on every
+    Starts `torch.distributed` if nobody did. A built model must hold the same values on every
     rank (the same seed, or the same file); each keeps its part, on its own device, to which no
-    more than that part is moved.  Parameters on the meta device stay there: `initialize` gives them values, or ``load_state_dict`` does.
+    more than that part is moved. Parameters on the meta device stay there: `initialize` gives them values, or `load_state_dict` does.
 
     Args:
         model: any module; a transformers model brings its plans.
         config: a `DistributedConfig`, a dict of its fields, or native transformers' object.
 
     Returns:
-        The same model; ``save_pretrained`` and ``generate`` of a transformers model now work for
+        The same model; `save_pretrained` and `generate` of a transformers model now work for
         all ranks together.
 
     Raises:
@@ -62,13 +62,13 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
 def shard_model(
     model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, *, own_experts: bool
 ) -> None:
-    """Apply the plans of ``config`` and install the methods.
+    """Apply the plans of `config` and install the methods.
 
     Args:
         model: built or on the meta device.
         mesh: the meshes of the config's layout.
         config: what to do.
-        own_experts: compute experts by ``ep_kernels`` where it understands them; else by the
+        own_experts: compute experts by `ep_kernels` where it understands them; else by the
             module's own forward, whose implementation the model's config names.
     """
     make: Callable[[nn.Module], ExpertsForward] = (

@@ -63,7 +63,7 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 
 
 def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A parameter, or buffer, like ``old`` with other local values; hooks and marks are kept."""
+    """A parameter, or buffer, like `old` with other local values; hooks and marks are kept."""
     new: torch.Tensor = local
     if isinstance(old, DTensor):
         new = DTensor.from_local(

@@ -47,7 +47,7 @@ def fail(message: str) -> NoReturn:
 
 
 def tells_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """Let a command's errors be one clear line, unless its argument ``traceback`` is true."""
+    """Let a command's errors be one clear line, unless its argument `traceback` is true."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""``ep generate``: text from a sharded model, on ranks that it starts itself."""
+"""`ep generate`: text from a sharded model, on ranks that it starts itself."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def launch(
     *,
     traceback: bool = False,
 ) -> None:
-    """Run ``command`` with ``job`` on ``processes`` ranks of this machine, and wait.
+    """Run `command` with `job` on `processes` ranks of this machine, and wait.
 
     Args:
         command: a command of `expert_parallel.cli.worker`.

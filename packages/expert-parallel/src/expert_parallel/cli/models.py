@@ -25,7 +25,7 @@ _HEADS = (
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a local folder, a ``config.json``, a model type (its defaults), or a hub model.
+    """The config of a local folder, a `config.json`, a model type (its defaults), or a hub model.
 
     Raises:
         ValueError: it is none of these; the nearest model types are named.
@@ -107,9 +107,9 @@ def load(
     """The causal language model of a folder or hub name, sharded; every rank must call.
 
     Args:
-        name: where it is; with ``from_scratch`` a model type will do.
+        name: where it is; with `from_scratch` a model type will do.
         layout: how to shard it.
-        dtype: of its parameters; ``"auto"``: as saved, or as its config says.
+        dtype: of its parameters; `"auto"`: as saved, or as its config says.
         from_scratch: with random weights, the same in every layout. The whole model is in each
             rank's memory until it is sharded.
         seed: of the random weights.

@@ -72,7 +72,7 @@ Traceback = Annotated[
 
 @contextmanager
 def world_of(processes: int | None) -> Iterator[None]:
-    """Let a tp_size that is not given be derived from ``--nproc``, as torchrun's ranks would."""
+    """Let a tp_size that is not given be derived from `--nproc`, as torchrun's ranks would."""
     if processes is None or "WORLD_SIZE" in os.environ:
         yield
         return

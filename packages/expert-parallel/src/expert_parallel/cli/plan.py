@@ -1,4 +1,4 @@
-"""``ep plan``: who holds and sends what, for any model and sizes, without processes and without weights."""
+"""`ep plan`: who holds and sends what, for any model and sizes, without processes and without weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row:
     """Parameters or modules of one pattern that are treated alike.
 
     Attributes:
-        pattern: their name, with ``*`` for a layer number.
+        pattern: their name, with `*` for a layer number.
         count: how many there are.
         style: the rule that applies; empty: none.
         sharded: the axes they are sharded over, first cut first.

@@ -3,10 +3,10 @@
 [Note: what is counted]
 Bytes that one rank sends in forward and backward of one batch of T tokens a data shard, where a ring
 of P ranks sends `(P - 1) / P` of a tensor to gather or to reduce-scatter it, and twice that to
-all-reduce it.  A token goes to each other rank of its EP group that holds one of its experts once,
-there and back, and so do the gradients: four passes.  With experts chosen evenly, K of E without
+all-reduce it. A token goes to each other rank of its EP group that holds one of its experts once,
+there and back, and so do the gradients: four passes. With experts chosen evenly, K of E without
 repetition, a token needs experts of `P (1 - C(E - E/P, K) / C(E, K))` ranks, of which `(P - 1) / P`
-are others.  Not counted: layers that activation checkpointing runs again, routing tables, the norm.
+are others. Not counted: layers that activation checkpointing runs again, routing tables, the norm.
 
 Shapes: T tokens of a data shard, H hidden size, K experts per token, E experts of a layer, P ranks.
 """

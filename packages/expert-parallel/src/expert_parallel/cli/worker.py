@@ -1,4 +1,4 @@
-"""What a rank runs: ``python -m expert_parallel.cli.worker JOB``, started by `launch`."""
+"""What a rank runs: `python -m expert_parallel.cli.worker JOB`, started by `launch`."""
 
 from __future__ import annotations
 
