@@ -1,4 +1,4 @@
-"""Development sessions.  ``nox -l`` lists them; plain ``nox`` runs lint, typecheck and tests."""
+"""Development sessions. `nox -l` lists them; plain `nox` runs lint, typecheck and tests."""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +217,58 @@ def test_a_rank_that_cannot_read_stops_all(ranks: RankPool, qwen: Path) -> None:
     assert OtherRankError.__name__ in told[7]
 
 
-def without_its_file(rank: int, path: str) -> str:
-    return failure(rank, path if rank else f"{path}/nowhere", MIXED)
+def from_own_path(rank: int, paths: dict[int, str]) -> tuple[str, float]:
+    begin = time.perf_counter()
+    return failure(rank, paths[rank], MIXED), time.perf_counter() - begin
 
 
-def test_a_rank_without_the_files_stops_all(ranks: RankPool, qwen: Path) -> None:
-    told = ranks.run(without_its_file, str(qwen), timeout=60)
-    assert told[0].startswith("OSError")
-    assert all("OtherRankError: Building the model failed on rank 0" in t for t in told[1:])
+def no_folder(path: Path) -> str:
+    shutil.rmtree(path)
+    return path.name
+
+
+def broken_config(path: Path) -> str:
+    (path / "config.json").write_text('{"model_type": "qwen3_moe",')
+    return "config.json"
+
+
+def no_index(path: Path) -> str:
+    (path / "model.safetensors.index.json").unlink()
+    return path.name
+
+
+def broken_index(path: Path) -> str:
+    (path / "model.safetensors.index.json").write_text("{")
+    return f"index of the checkpoint files in {path} is not JSON"
+
+
+def missing_file(path: Path) -> str:
+    last = max(path.glob("*.safetensors"))
+    last.unlink()
+    return last.name
+
+
+def short_file(path: Path) -> str:
+    last = max(path.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-100])
+    return f"{last.name} is no whole safetensors file"
+
+
+@pytest.mark.parametrize("bad_rank", [0, 5])
+@pytest.mark.parametrize(
+    "spoil", [no_folder, broken_config, no_index, broken_index, missing_file, short_file]
+)
+def test_a_rank_that_cannot_read_its_files_stops_all(
+    ranks: RankPool, qwen: Path, tmp_path: Path, spoil: Callable[[Path], str], bad_rank: int
+) -> None:
+    copy = Path(shutil.copytree(qwen, tmp_path / "copy"))
+    named = spoil(copy)
+    paths = dict.fromkeys(range(8), str(qwen)) | {bad_rank: str(copy)}
+    for rank, (told, seconds) in enumerate(ranks.run(from_own_path, paths, timeout=60)):
+        assert named in told
+        if rank != bad_rank:
+            assert f"OtherRankError: Loading the checkpoint failed on rank {bad_rank}" in told
+        assert seconds < 30
 
 
 def test_bin_files_are_refused_with_advice(ranks: RankPool, qwen: Path, tmp_path: Path) -> None:
@@ -354,6 +401,11 @@ def test_the_wrong_number_of_processes_is_told(ranks: RankPool, qwen: Path) -> N
     told = ranks.run(failure, str(qwen), {"tp_size": 2, "fsdp_size": 2})[0]
     assert told.startswith("ValueError")
     assert "8" in told
+
+
+def test_pipeline_stages_are_refused_before_anything_is_read(ranks: RankPool) -> None:
+    for told in ranks.run(failure, "nowhere", {"pp_size": 4, "ep_size": 2, "fsdp_size": 2}):
+        assert told.startswith("ValueError: pp_size=4: pipeline stages are not in this release")
 
 
 def test_other_auto_classes(ranks: RankPool, qwen: Path) -> None:

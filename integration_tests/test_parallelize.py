@@ -94,6 +94,43 @@ def test_other_modules_are_initialized_by_their_own_method(ranks: RankPool) -> N
     assert all(torch.equal(each["first.weight"], found[0]["first.weight"]) for each in found)
 
 
+class Angles(nn.Module):
+    """A buffer and no parameter, which a rule fills or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0))
+
+
+class FilledAngles(Angles):
+    def reset_parameters(self) -> None:
+        self.angles = torch.arange(4.0, device=self.angles.device)
+
+
+class Buffered(nn.Module):
+    def __init__(self, angles: type[Angles]) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.angles = angles()
+
+
+def with_buffers(rank: int) -> dict[str, torch.Tensor]:
+    layout = {"fsdp_size": 2, "fsdp_plan": {"first": "free_full_weight"}}
+    with torch.device("meta"):
+        filled, unfilled = Buffered(FilledAngles), Buffered(Angles)
+    initialize(parallelize(filled, layout))
+    with pytest.raises(TypeError, match=r"angles\.angles .*nothing in Angles gives it values"):
+        initialize(parallelize(unfilled, layout))
+    return {name: full_tensor(tensor) for name, tensor in filled.state_dict().items()}
+
+
+def test_buffers_are_filled_or_their_module_is_named(ranks: RankPool) -> None:
+    for found in ranks.run(with_buffers, world=2):
+        assert torch.equal(found["norm.running_var"], torch.ones(5))
+        assert found["norm.num_batches_tracked"] == 0
+        assert torch.equal(found["angles.angles"], torch.arange(4.0))
+
+
 def test_only_a_sharded_model_is_initialized() -> None:
     with pytest.raises(ValueError, match="parallelize"):
         initialize(Plain())

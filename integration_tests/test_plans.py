@@ -29,6 +29,7 @@ ALL_KINDS = {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4}
 SHARED = {"tp_size": 4, "fsdp_size": 2, "ep_size": 4}
 REPLICA_WIDE = {"tp_size": 4, "fsdp_size": 2, "ep_size": 8}
 ATTENTION = "model.layers.*.self_attn"
+MASKING = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
 
 
 @dataclass(frozen=True)
@@ -236,12 +237,11 @@ def test_an_override_that_cannot_work_names_the_rules_that_do(ranks: RankPool) -
 
 
 def test_both_generations_of_expert_plans(ranks: RankPool) -> None:
-    experts = "model.layers.*.mlp.experts"
-    masking = {"model.layers.*.mlp.gate": "ep_router", experts: "moe_tp_experts"}
-    ranks.run(compare, Run("qwen3_moe", SHARED | {"ep_plan": masking}))
-    dispatch = masking | {experts: "ep_dispatch_experts"}  # the router rule is ignored
+    ranks.run(compare, Run("qwen3_moe", SHARED | {"ep_plan": MASKING}))
+    # The router rule is ignored.
+    dispatch = MASKING | {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
     ranks.run(compare, Run("qwen3_moe", LAYOUT | {"ep_plan": dispatch}))
-    sliced = SHARED | {"ep_plan": masking, "enable_sequence_parallel": True}
+    sliced = SHARED | {"ep_plan": MASKING, "enable_sequence_parallel": True}
     ranks.run(compare, Run("qwen2_moe", sliced))
 
 
@@ -335,6 +335,58 @@ def test_a_rank_whose_experts_get_no_token(ranks: RankPool) -> None:
         SHARED | {"ep_implementation": "all_reduce"},
     ):
         ranks.run(idle_experts, Run("qwen3_moe", sizes, prepare=positive_inputs, micro=2))
+
+
+WAYS: list[dict[str, Any]] = [
+    LAYOUT,
+    SHARED | {"ep_implementation": "all_reduce"},
+    SHARED | {"ep_plan": MASKING},
+]
+
+
+def unchosen_experts(rank: int, sizes: dict[str, Any], value: float) -> None:
+    """Experts that no token takes leave no trace, whatever they hold."""
+    torch.set_num_threads(1)
+    config = config_of("qwen3_moe", sizes)
+    mesh = ParallelMesh(config.layout)
+    found = []
+    with all_float64():
+        for poison in (None, value):
+            model = build(FAMILIES["qwen3_moe"]())
+            positive_inputs(model)
+            for name, parameter in model.named_parameters():
+                if poison is not None and "experts." in name:
+                    parameter.data[2:] = poison
+            parallelize(model, mesh, config, experts_forward=module_experts_forward)
+            inputs = batches(Run("qwen3_moe", sizes), config, model.config.vocab_size)[0][0]
+            loss = model(**inputs[mesh.layout.batch_of(rank)], use_cache=False).loss
+            loss.backward()
+            grads = {n: full_tensor(p.grad) for n, p in model.named_parameters()}
+            found.append({"loss": loss.detach()} | grads)
+    clean, poisoned = found
+    for name, expected in clean.items():
+        assert torch.equal(poisoned[name], expected), name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_unchosen_experts_leave_no_trace(ranks: RankPool, value: float) -> None:
+    for sizes in WAYS:
+        ranks.run(unchosen_experts, sizes, value)
+
+
+def in_dirty_memory(rank: int, run: Run) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory with NaN
+    try:
+        assert torch.empty(1).isnan()
+        compare(rank, run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_new_memory_may_hold_anything(ranks: RankPool) -> None:
+    """In the second step too, whose backward may meet what the first one left."""
+    for sizes in (*WAYS, LAYOUT | {"enable_sequence_parallel": True}):
+        ranks.run(in_dirty_memory, Run("qwen3_moe", sizes, steps=2, micro=2))
 
 
 # -- sequences in slices
@@ -527,6 +579,43 @@ def compare_half(
         )
         # Rounding may send a token to another expert; a wrong factor is 0.5 or more.
         assert error < 1.5 * usual + 0.25, (name, error, usual)
+
+
+def routes(model: Any, inputs: Inputs) -> list[Tensor]:
+    """Ids and weights that reach the experts of a model's one layer."""
+    seen: list[Tensor] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        seen.extend(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+    handle = model.model.layers[0].mlp.experts.register_forward_pre_hook(note, with_kwargs=True)
+    model(**inputs, use_cache=False)
+    handle.remove()
+    return seen[1:]
+
+
+def routes_in_bfloat16(rank: int, mixed_precision: bool) -> None:
+    sizes = {"fsdp_size": 8, "ep_size": 8, "fsdp_mixed_precision": mixed_precision}
+    config = config_of("qwen3_moe", sizes)
+    whole, model = (
+        build(FAMILIES["qwen3_moe"](num_hidden_layers=1), torch.float32) for _ in range(2)
+    )
+    for one in (whole,) if mixed_precision else (whole, model):
+        for parameter in one.parameters():  # not the rotary frequencies
+            parameter.data = parameter.data.bfloat16()
+    run = Run("qwen3_moe", sizes, size=4, length=64)  # enough for near ties
+    inputs = batches(run, config, whole.config.vocab_size)[0][0][rank]
+    parallelize(model, ParallelMesh(config.layout), config, experts_forward=module_experts_forward)
+    for found, expected in zip(routes(model, inputs), routes(whole, inputs), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_routes_are_those_of_the_models_own_precision(
+    ranks: RankPool, mixed_precision: bool
+) -> None:
+    ranks.run(routes_in_bfloat16, mixed_precision)
 
 
 def test_bfloat16_with_parameters_kept_in_float32(ranks: RankPool) -> None:

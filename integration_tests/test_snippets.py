@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from ep_mesh import Layout
 from ep_testing import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +93,19 @@ def test_snippet_is_a_test(pytester: pytest.Pytester, snippet: Snippet) -> None:
     pytester.makepyfile(snippet.code)
     result = pytester.runpytest_subprocess(timeout=120)
     assert result.ret == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "layouts", "experts"),
+    [
+        ("README.md", [Layout(tp=4, fsdp=2, ep=4)], 128),
+        ("docs/layouts.md", [Layout(tp=2, fsdp=4, ep=ep) for ep in (2, 4, 8)], 8),
+    ],
+)
+def test_drawings_are_what_is_printed(page: str, layouts: list[Layout], experts: int) -> None:
+    shown = {line.removeprefix("    ") for line in (ROOT / page).read_text().splitlines()}
+    for layout in layouts:
+        assert set(layout.picture(experts).splitlines()) <= shown
 
 
 def test_every_package_has_a_readme_that_works() -> None:

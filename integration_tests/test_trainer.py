@@ -8,20 +8,23 @@ samples, shuffled data.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from dispatching import dispatching
 from torch import Tensor, nn
 
-from ep_mesh import DistributedConfig, ParallelMesh
+from ep_mesh import DistributedConfig
 from ep_mesh.layout import legal_ep_sizes
-from ep_plans import parallelize
 from ep_testing import RankPool
 from ep_trainer import EPTrainer
+from expert_parallel import parallelize
 
 STEPS, GLOBAL_BATCH, LENGTH, EXPERTS = 20, 8, 12, 8
 
@@ -119,47 +122,47 @@ def data() -> dict[str, Sentences]:
     return {"train_dataset": Sentences(164), "eval_dataset": Sentences(21, seed=9)}
 
 
-def one_process(**changes: Any) -> Curve:
+def one_process(model: dict[str, Any] | None = None, **changes: Any) -> Curve:
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(folder, GLOBAL_BATCH, use_cpu=True)
-        return curve(transformers.Trainer(build(**changes), args, **data()))
+        args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **changes)
+        return curve(transformers.Trainer(build(**model or {}), args, **data()))
 
 
-def on_rank(rank: int, sizes: dict[str, Any], changes: dict[str, Any]) -> Curve:
-    config = DistributedConfig(**sizes)
-    model = parallelize(build(**changes), ParallelMesh(config.layout), config)
+def on_rank(
+    rank: int, sizes: dict[str, Any], model: dict[str, Any], changes: dict[str, Any]
+) -> Curve:
+    config = DistributedConfig(**dispatching(**sizes))
+    sharded = parallelize(build(**model), config)
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(folder, GLOBAL_BATCH // config.dp_size)
-        return curve(EPTrainer(model, args, **data()))
+        args = arguments(folder, GLOBAL_BATCH // config.dp_size, **changes)
+        return curve(EPTrainer(sharded, args, **data()))
 
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 
 @pytest.fixture(scope="module")
-def reference() -> Curve:
-    return one_process()
+def references() -> dict[bool, Curve]:
+    """Without and with the auxiliary loss."""
+    return {False: one_process(), True: one_process(AUXILIARY)}
 
 
-@pytest.fixture(scope="module")
-def auxiliary_reference() -> Curve:
-    return one_process(**AUXILIARY)
-
-
-SAMPLE = [
-    {"tp_size": 8, "ep_size": 8},
-    {"tp_size": 4, "fsdp_size": 2, "ep_size": 4},
-    {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
-    {"fsdp_size": 8, "ep_size": 8},
-    {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4},
+# Layouts, and whether with the auxiliary loss.
+SAMPLE: list[tuple[dict[str, Any], bool]] = [
+    ({"tp_size": 8, "ep_size": 8}, False),
+    ({"tp_size": 4, "fsdp_size": 2, "ep_size": 4}, True),
+    ({"tp_size": 2, "fsdp_size": 4, "ep_size": 4}, True),
+    ({"fsdp_size": 8, "ep_size": 8}, False),
+    ({"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4}, True),
+    ({"tp_size": 4, "fsdp_size": 2, "ep_size": 4, "enable_sequence_parallel": True}, False),
 ]
 
 
-def every_layout() -> list[dict[str, int | str]]:
-    layouts: list[dict[str, int | str]] = []
+def every_layout() -> list[tuple[dict[str, Any], bool]]:
+    layouts: list[dict[str, Any]] = []
     for tp in (8, 4, 2, 1):
         for ep in legal_ep_sizes(tp, 8 // tp, EXPERTS):
-            sizes: dict[str, int | str] = {"tp_size": tp, "fsdp_size": 8 // tp, "ep_size": ep}
+            sizes: dict[str, Any] = {"tp_size": tp, "fsdp_size": 8 // tp, "ep_size": ep}
             layouts += [sizes, sizes | {"ep_implementation": "all_to_all"}]
             if ep == tp:
                 layouts.append(sizes | {"ep_implementation": "all_reduce"})
@@ -168,17 +171,25 @@ def every_layout() -> list[dict[str, int | str]]:
             layouts.append(
                 {"tp_size": tp, "fsdp_size": fsdp, "dp_replicate_size": 2, "ep_size": ep}
             )
-    return layouts
+    sliced = [
+        sizes | {"enable_sequence_parallel": True}
+        for sizes in layouts
+        if sizes["tp_size"] > 1 and "ep_implementation" not in sizes
+    ]
+    both = [(sizes, auxiliary) for sizes in layouts for auxiliary in (False, True)]
+    return both + [(sizes, False) for sizes in sliced]
 
 
-def name(sizes: dict[str, Any]) -> str:
-    return ",".join(f"{key.removesuffix('_size')}={value}" for key, value in sizes.items())
+def name(value: Any) -> str:
+    if isinstance(value, bool):
+        return "auxiliary" if value else "plain"
+    return ",".join(f"{key.removesuffix('_size')}={size}" for key, size in value.items())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sizes" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--all-layouts")
-        metafunc.parametrize("sizes", every_layout() if whole else SAMPLE, ids=name)
+        metafunc.parametrize(("sizes", "auxiliary"), every_layout() if whole else SAMPLE, ids=name)
 
 
 def check_same(found: Curve, expected: Curve) -> None:
@@ -193,14 +204,105 @@ def check_same(found: Curve, expected: Curve) -> None:
 
 
 def test_curve_is_that_of_one_process(
-    ranks: RankPool, sizes: dict[str, Any], reference: Curve
+    ranks: RankPool, sizes: dict[str, Any], auxiliary: bool, references: dict[bool, Curve]
 ) -> None:
-    for found in ranks.run(on_rank, sizes, {}, timeout=240):
-        check_same(found, reference)
+    model = AUXILIARY if auxiliary else {}
+    for found in ranks.run(on_rank, sizes, model, {}, timeout=240):
+        check_same(found, references[auxiliary])
 
 
-def test_auxiliary_loss_is_that_of_the_global_batch(
-    ranks: RankPool, sizes: dict[str, Any], auxiliary_reference: Curve
-) -> None:
-    for found in ranks.run(on_rank, sizes, AUXILIARY, timeout=240):
-        check_same(found, auxiliary_reference)
+FOUR = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"activation_checkpointing": True, "gradient_accumulation_steps": 3},
+        {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+        {"optim": "sgd", "max_grad_norm": 0.0},
+    ],
+    ids=str,
+)
+def test_other_ways_to_train(ranks: RankPool, changes: dict[str, Any]) -> None:
+    few = {"max_steps": 4, **changes}
+    if "activation_checkpointing" in few and not hasattr(
+        transformers.TrainingArguments, "activation_checkpointing"
+    ):
+        few["gradient_checkpointing"] = few.pop("activation_checkpointing")  # until 5.17
+    expected = one_process(**copy.deepcopy(few))  # transformers writes into dicts that it is given
+    for found in ranks.run(on_rank, FOUR, {}, few, world=4, timeout=120):
+        check_same(found, expected)
+
+
+def mean_of_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, wanted = outputs.logits[:, :-1], labels[:, 1:]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def own_loss(rank: int, sizes: dict[str, Any] | None) -> Curve:
+    with tempfile.TemporaryDirectory() as folder:
+        if sizes is None:
+            args = arguments(folder, GLOBAL_BATCH, max_steps=4, use_cpu=True)
+            kind, model = transformers.Trainer, build()
+        else:
+            config = DistributedConfig(**dispatching(**sizes))
+            args = arguments(folder, GLOBAL_BATCH // config.dp_size, max_steps=4)
+            kind, model = EPTrainer, parallelize(build(), config)
+        return curve(kind(model, args, **data(), compute_loss_func=mean_of_tokens))
+
+
+def test_a_loss_of_ones_own(ranks: RankPool) -> None:
+    expected = own_loss(0, None)
+    for found in ranks.run(own_loss, FOUR, world=4, timeout=120):
+        check_same(found, expected)
+
+
+def bf16_losses(rank: int) -> list[float]:
+    found = on_rank(rank, FOUR, {}, {"bf16": True, "max_steps": 6, "use_cpu": True})
+    return found.loss
+
+
+def test_bf16_autocast_follows_the_curve(ranks: RankPool, references: dict[bool, Curve]) -> None:
+    for losses in ranks.run(bf16_losses, world=4, timeout=120):
+        # The learning rate's schedule is another one over six steps, so only its first are alike;
+        # bf16 keeps 8 bits of each factor.
+        assert losses[:3] == pytest.approx(references[False].loss[:3], rel=1e-2)
+        assert losses != references[False].loss[:6]
+
+
+def save(rank: int, folder: str) -> Tensor:
+    config = DistributedConfig(**dispatching(**FOUR))
+    changes = {
+        "max_steps": 4,
+        "save_strategy": "best",
+        "save_only_model": True,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    }
+    model = parallelize(build(), config)
+    trainer = EPTrainer(model, arguments(folder, 4, **changes), **data())
+    trainer.train()
+    trainer.save_model(f"{folder}/last")
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=Sentences(2).ids, use_cache=False).logits
+
+
+def test_checkpoints_are_ordinary_ones(ranks: RankPool, tmp_path: Path) -> None:
+    logits = ranks.run(save, str(tmp_path), world=4, timeout=120)
+    last = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last").eval()
+    with torch.no_grad():
+        expected = last(input_ids=Sentences(2).ids).logits
+    for found in logits:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (best,) = tmp_path.glob("checkpoint-*")
+    kept = {path.name for path in best.iterdir()}
+    assert {"model.safetensors", "config.json", "trainer_state.json", "training_args.bin"} <= kept
+    assert not any("optimizer" in file for file in kept)
+    transformers.AutoModelForCausalLM.from_pretrained(best)

@@ -1,4 +1,4 @@
-"""Check an environment made for one package alone: ``python tools/check_alone.py PACKAGE TOOLS...``.
+"""Check an environment made for one package alone: `python tools/check_alone.py PACKAGE TOOLS...`.
 
 It holds the package, what its dependencies lead to, and the test tools; nothing else. In it, each
 module of the package can be imported, but for those that an optional dependency is for.

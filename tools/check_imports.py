@@ -1,8 +1,8 @@
-"""Check what each package imports, from the syntax trees alone: ``python tools/check_imports.py``.
+"""Check what each package imports, from the syntax trees alone: `python tools/check_imports.py`.
 
-A package may import the standard library and what ``ALLOWED`` says; what it needs to be imported
-must be declared in its pyproject.toml.  A private name of a dependency (a part of its path begins
-with an underscore, or it is in ``PRIVATE``) is imported in the package's ``_compat.py`` alone, and
+A package may import the standard library and what `ALLOWED` says; what it needs to be imported
+must be declared in its pyproject.toml, and nothing else. A private name of a dependency (a part of its path begins
+with an underscore, or it is in `PRIVATE`) is imported in the package's `_compat.py` alone, and
 that file names the versions the name was seen in.
 """
 
@@ -107,6 +107,7 @@ def faults(folder: Path) -> list[str]:
         f"{folder.name}/pyproject.toml: depends on {name}, which this package must not"
         for name in sorted(needs - allowed)
     ]
+    used = set()
     for path in sorted((folder / "src" / package).rglob("*.py")):
         where = f"{folder.name}/{path.relative_to(folder)}"
         text = path.read_text()
@@ -117,6 +118,7 @@ def faults(folder: Path) -> list[str]:
         for use in uses(ast.parse(text, where)):
             if use.root in sys.stdlib_module_names or use.root == package:
                 continue
+            used.add(use.root)
             at = f"{where}:{use.line}: {use.name}"
             if use.root not in allowed | optional:
                 found.append(f"{where}:{use.line}: imports {use.root}, which it must not")
@@ -125,6 +127,10 @@ def faults(folder: Path) -> list[str]:
             elif use.private and not compat and at not in seen:
                 found.append(f"{at} is private: only {package}/_compat.py may touch it")
             seen.add(at)
+    found += [
+        f"{folder.name}/pyproject.toml: depends on {name}, which no module imports"
+        for name in sorted(needs & allowed - used)
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -1,7 +1,7 @@
-"""Measure a figure that the documentation gives: ``python tools/figures.py NAME``.
+"""Measure a figure that the documentation gives: `python tools/figures.py NAME`.
 
 A figure is a function that measures and returns plain data; the command prints it as one line of JSON.
-``--list`` names them. Run it in the environment of ``nox -s dev``; on a machine that does nothing else,
+`--list` names them. Run it in the environment of `nox -s dev`; on a machine that does nothing else,
 where times are measured.
 """
 

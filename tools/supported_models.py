@@ -1,4 +1,4 @@
-"""Make the table of docs/supported-models.md: ``python tools/supported_models.py [CONFIGURATION ...]``.
+"""Make the table of docs/supported-models.md: `python tools/supported_models.py [CONFIGURATION ...]`.
 
 Runs every MoE family of the installed transformers, or the ones that are named, as
 integration_tests/test_families.py does, on eight ranks of this machine (about ten minutes for all on

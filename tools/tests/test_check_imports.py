@@ -17,6 +17,7 @@ def plant(folder: Path, source: str, file: str = "thing.py", more: str = "") -> 
     (package / "src/ep_plans").mkdir(parents=True)
     (package / "pyproject.toml").write_text(PYPROJECT.format(more=more))
     (package / "src/ep_plans" / file).write_text(source)
+    (package / "src/ep_plans" / "uses.py").write_text("import ep_mesh, torch")
     return check_imports.faults(package)
 
 
@@ -71,6 +72,11 @@ def test_a_dependency_that_the_design_forbids(tmp_path: Path) -> None:
     assert found == [
         "ep-plans/pyproject.toml: depends on transformers, which this package must not"
     ]
+
+
+def test_a_dependency_that_nothing_needs(tmp_path: Path) -> None:
+    found = plant(tmp_path, "", more=', "ep-dispatch"')
+    assert found == ["ep-plans/pyproject.toml: depends on ep_dispatch, which no module imports"]
 
 
 def test_modules_that_are_private_without_an_underscore() -> None:

@@ -9,7 +9,7 @@ from ep_mesh import Layout
 
 
 def every_layout(max_ranks: int, min_ranks: int = 1) -> Iterator[Layout]:
-    """All layouts of ``min_ranks`` to ``max_ranks`` ranks, with every EP size that is accepted."""
+    """All layouts of `min_ranks` to `max_ranks` ranks, with every EP size that is accepted."""
     sizes = range(1, max_ranks + 1)
     for tp, fsdp in itertools.product(sizes, sizes):
         if tp * fsdp > max_ranks:

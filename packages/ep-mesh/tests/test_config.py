@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 
@@ -245,6 +246,15 @@ def test_a_dict_that_native_transformers_wrote():
         warnings.simplefilter("error")
         config = DistributedConfig.from_dict(native)
     assert config == DistributedConfig(tp_size=2, fsdp_size=4, ep_size=4)
+
+
+def test_a_config_does_not_change_after_its_check():
+    config = DistributedConfig(tp_size=2, ep_size=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ep_size = 3
+    with pytest.raises(ValueError, match="ep_size=3"):
+        dataclasses.replace(config, ep_size=3)
+    assert dataclasses.replace(config, tp_size=4, ep_size=4).world_size == 4
 
 
 def test_overrides_win():

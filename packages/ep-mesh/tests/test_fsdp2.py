@@ -1,6 +1,6 @@
 """FSDP2 over our meshes, with parameters that are sharded on another of them, equals one process.
 
-T tokens of a batch, H in features, O out features.  A rank's batch is the one that
+T tokens of a batch, H in features, O out features. A rank's batch is the one that
 `Layout.batch_of` names; the loss is the mean over the batches.
 """
 
@@ -71,7 +71,7 @@ class Product(nn.Module):
     """A product with a weight that may be sharded on a mesh, and is gathered to be used.
 
     Each rank of that mesh uses the whole weight, so the weight's gradient is the sum of what the
-    ranks find: that is the mean over them once ``1 / ranks`` is in each.
+    ranks find: that is the mean over them once `1 / ranks` is in each.
     """
 
     def __init__(self, weight_OH: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toy_decoder import DISPATCH, ToyConfig, ToyForCausalLM, build
 
+from ep_dispatch import AllToAll, EPImplementationInterface
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import parallel_state, parallelize, plan_parameters, resolve_plans
 from ep_testing.pool import RankPool
@@ -108,6 +110,42 @@ def test_plans_that_cannot_work(ranks: RankPool) -> None:
     check_refused(ranks, odd_packs, "0.weight", "5", "2")
 
 
+def test_mega_moe_where_it_cannot_run(ranks: RankPool) -> None:
+    def mega(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        sizes = {"tp_size": 4, "ep_size": 4, "ep_implementation": "deepgemm_megamoe"}
+        return build(ToyConfig()), sizes
+
+    check_refused(ranks, mega, "cannot run here", "SM100", "FP4 experts with the weights")
+
+
+def held_whole(rank: int) -> None:
+    """Experts that Mega MoE runs; a stand-in computes them, since the kernel needs its chip."""
+
+    class Kernel(AllToAll):
+        runs_megamoe_experts = True
+
+    EPImplementationInterface.register("kernel", Kernel)
+    model = build(ToyConfig())
+    experts = model.model.layers[1].mlp.experts
+    experts.config = SimpleNamespace(_experts_implementation="deepgemm_megamoe")
+    ids = torch.tensor([[3, 5, 7, 9]])
+    with torch.no_grad():
+        expected = model(ids)
+        config = DistributedConfig(**SIZES, ep_implementation="kernel")
+        parallelize(model, ParallelMesh(config.layout), config)
+        torch.testing.assert_close(model(ids), expected)
+    assert not isinstance(experts, FSDPModule)
+    assert isinstance(model.model.layers[1], FSDPModule)
+    for weight in experts.parameters():
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh.mesh_dim_names == ("ep",)
+        assert weight.to_local().shape[0] * 2 == weight.shape[0]
+
+
+def test_mega_moe_experts_are_not_held_by_fsdp_too(ranks: RankPool) -> None:
+    ranks.run(held_whole, world=4)
+
+
 def other_refusals(rank: int) -> None:
     config = DistributedConfig(**SIZES)
     mesh = ParallelMesh(config.layout)
@@ -118,7 +156,7 @@ def other_refusals(rank: int) -> None:
     with pytest.raises(ValueError, match="parallel already"):
         parallelize(model, mesh, config)
     staged = DistributedConfig(pp_size=4)
-    with pytest.raises(NotImplementedError, match="pp_size=4"):
+    with pytest.raises(ValueError, match="pp_size=4: pipeline stages"):
         parallelize(build(ToyConfig()), ParallelMesh(staged.layout), staged)
 
 

@@ -246,8 +246,13 @@ def test_masking_needs_ranks_that_share_a_batch() -> None:
     plans = resolve(model, tp_size=2, ep_size=2)
     assert plans.ep[f"{MOE}.gate"] == "ep_router"
     assert plans.ep[f"{MOE}.experts"] == "moe_tp_experts"
-    with pytest.raises(ValueError, match=r"ep_size=4, tp_size=2.*'ep_dispatch_experts'"):
+    with pytest.raises(ValueError, match=r"'moe_tp_experts'.*ep_size=4, tp_size=2") as error:
         resolve(model, tp_size=2, fsdp_size=2, ep_size=4)
+    # The override that it names works.
+    override = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+    assert f"ep_plan={override}" in str(error.value)
+    plans = resolve(model, tp_size=2, fsdp_size=2, ep_size=4, ep_plan=override)
+    assert plans.ep[f"{MOE}.experts"] == "ep_dispatch_experts"
 
 
 def test_beside_dispatch_a_router_rule_is_ignored() -> None:

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE on four ranks: tp=2, fsdp=2, ep=2.  The curves are in ``integration_tests``."""
+"""A tiny Qwen3-MoE on four ranks: tp=2, fsdp=2, ep=2. The curves are in `integration_tests`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from expert_parallel.boxes import (
     Box,
-    Cut,
+    Part,
     clipped,
     intersection,
     lengths,
@@ -29,17 +29,17 @@ def taken(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def cut(tensor: torch.Tensor, how: Cut) -> torch.Tensor:
+def cut(tensor: torch.Tensor, how: Part) -> torch.Tensor:
     """A cut, the plain way: `torch.chunk` of each block, empty where there are too few."""
     blocks = tensor.unflatten(how.dim, (how.packs, -1)) if how.packs > 1 else tensor
     dim = how.dim + (how.packs > 1)
     chunks = list(torch.chunk(blocks, how.parts, dim))
-    chunk = chunks[how.part] if how.part < len(chunks) else blocks.narrow(dim, 0, 0)
+    chunk = chunks[how.place] if how.place < len(chunks) else blocks.narrow(dim, 0, 0)
     return chunk.flatten(how.dim, dim) if how.packs > 1 else chunk
 
 
 @st.composite
-def tensor_and_cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
+def tensor_and_cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Part]]:
     packs = draw(st.sampled_from([1, 1, 2, 3]))
     shape = [packs * draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(0, 5))]
     cuts = []
@@ -47,7 +47,7 @@ def tensor_and_cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
         parts = draw(st.integers(1, 8))
         # A model axis may cut a packed dimension; what FSDP cuts afterwards is not packed.
         cuts.append(
-            Cut(
+            Part(
                 draw(st.integers(0, 1)) if index else 0,
                 parts,
                 draw(st.integers(0, parts - 1)),
@@ -60,7 +60,7 @@ def tensor_and_cuts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Cut]]:
 
 @settings(max_examples=300, deadline=None)
 @given(tensor_and_cuts())
-def test_local_box_is_what_torch_chunk_leaves(case: tuple[torch.Tensor, list[Cut]]) -> None:
+def test_local_box_is_what_torch_chunk_leaves(case: tuple[torch.Tensor, list[Part]]) -> None:
     tensor, cuts = case
     expected = tensor
     for how in cuts:
@@ -72,7 +72,7 @@ def test_local_box_is_what_torch_chunk_leaves(case: tuple[torch.Tensor, list[Cut
 
 @settings(max_examples=100, deadline=None)
 @given(tensor_and_cuts())
-def test_pieces_are_the_local_tensor(case: tuple[torch.Tensor, list[Cut]]) -> None:
+def test_pieces_are_the_local_tensor(case: tuple[torch.Tensor, list[Part]]) -> None:
     tensor, cuts = case
     box = local_box(tensor.shape, cuts)
     local = torch.full(lengths(box), -1)
@@ -87,7 +87,7 @@ def test_pieces_are_the_local_tensor(case: tuple[torch.Tensor, list[Cut]]) -> No
 @settings(max_examples=200, deadline=None)
 @given(tensor_and_cuts(), st.data())
 def test_intersection_and_positions(
-    case: tuple[torch.Tensor, list[Cut]], data: st.DataObject
+    case: tuple[torch.Tensor, list[Part]], data: st.DataObject
 ) -> None:
     tensor, cuts = case
     held = local_box(tensor.shape, cuts)

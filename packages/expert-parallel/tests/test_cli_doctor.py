@@ -1,4 +1,4 @@
-"""``ep doctor`` names everything that can or can't run here, and why."""
+"""`ep doctor` names everything that can or can't run here, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ep train`` and ``ep generate``: jobs from files and flags, checked before a rank starts."""
+"""`ep train` and `ep generate`: jobs from files and flags, checked before a rank starts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def started(monkeypatch):
     """Instead of starting ranks, note what would be started."""
     calls = []
 
-    def note(command, job, processes, folder=None):
+    def note(command, job, processes, folder=None, *, traceback=False):
         calls.append((command, job, processes))
 
     for module in (train, generate):
         monkeypatch.setattr(module, "launch", note)
-    for name in ("RANK", "WORLD_SIZE", "EP_TRACEBACK"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     return calls
@@ -144,9 +144,9 @@ def test_tp_size_is_derived_from_the_number_of_processes(started, model, text, t
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setenv("EP_TRACEBACK", "1")
-    result = CliRunner().invoke(app, ["train"])
+@pytest.mark.parametrize("command", [["train"], ["generate", "nowhere"]])
+def test_a_traceback_is_shown_where_it_is_asked_for(command):
+    result = CliRunner().invoke(app, [*command, "--traceback"])
     assert isinstance(result.exception, ValueError)
 
 
@@ -245,9 +245,11 @@ def test_generation_is_that_of_a_single_process(ranks, model, layout):
 # -- starting ranks
 
 
-def test_a_failing_rank_s_error_is_one_line(tmp_path):
+@pytest.mark.parametrize("traceback", [False, True])
+def test_a_failing_rank_s_error_is_one_line(tmp_path, capfd, traceback):
     with pytest.raises(launch.JobError, match=r"^model is missing: give --model"):
-        launch.launch("train", {"job": {}}, 2)
+        launch.launch("train", {"job": {}}, 2, traceback=traceback)
+    assert ("in __post_init__" in capfd.readouterr().err) is traceback
 
 
 def test_the_first_error_is_the_one_told(tmp_path):

@@ -1,4 +1,4 @@
-"""``ep plan``: what it prints is what sharding does, and broken rules end it with exit code 1."""
+"""`ep plan`: what it prints is what sharding does, and broken rules end it with exit code 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from math import comb
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from expert_parallel.cli.plan import rank_totals, rows_of
 def ep(monkeypatch):
     """Run the command in this process; gives (exit code, output)."""
     monkeypatch.setenv("COLUMNS", "160")
-    for name in ("RANK", "WORLD_SIZE", "EP_TRACEBACK"):
+    for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -61,6 +62,22 @@ def test_a_model_type_without_weights(ep, dispatch):
     assert re.search(r"\nall +15,350,731,776 +1,919,640,832\n", text)
     assert "model.layers.* (24 x free_full_weight)" in text
     assert "3.58 GiB of weights" in text
+    assert "step of 1 x 2048 tokens a data shard (computed from this plan, not measured" in text
+    # 24 layers, 4 passes, half of 2048 tokens of 2048 elements of 2 bytes; 8 of 128 experts.
+    others = 3 * (1 - comb(96, 8) / comb(128, 8))
+    rows = 24 * 4 * 1024 * 2048 * 2 * others / 2**20
+    assert re.search(rf"\nep +dispatch and combine +{rows:,.1f}\n", text)
+
+
+def test_traffic_grows_with_the_batch(ep, small, dispatch):
+    layout = ("plan", small, "--fsdp", "2", "--ep", "2", *dispatch)
+    sizes = ("--batch-size", "4", "--sequence-length", "65536")
+    one, four = ep(*layout, *sizes[2:]), ep(*layout, *sizes)
+    sent = [
+        float(re.search(r"dispatch and combine +([\d,.]+)", t)[1].replace(",", ""))
+        for _, t in (one, four)
+    ]
+    assert sent[1] == pytest.approx(4 * sent[0], abs=0.5)
 
 
 def test_a_folder_and_a_config_file(ep, small, dispatch):

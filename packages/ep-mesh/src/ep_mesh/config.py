@@ -1,9 +1,8 @@
 """`DistributedConfig`: the one object that says how a model is distributed.
 
-Plain data and its rules.  What needs the model (does a plan's key match, how many experts has a
-layer) is checked when the model is known: `DistributedConfig.check_experts`, and ``ep_plans``.
+Plain data and its rules. What needs the model (does a plan's key match, how many experts has a
+layer) is checked when the model is known: `DistributedConfig.check_experts`, and `ep_plans`.
 """
-# A broken rule is a ValueError, of whatever kind the value is
 
 from __future__ import annotations
 
@@ -32,33 +31,36 @@ _FLAGS = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DistributedConfig:
     """Sizes and plans of a distributed model; every size is a number after construction.
 
-    Processes = ``tp * fsdp * dp_replicate * pp``; EP adds none, it regroups the same ranks.
+    Frozen, since the rules are checked when it is built: `dataclasses.replace` makes another one.
+
+    Processes = `tp * fsdp * dp_replicate * pp`; EP adds none, it regroups the same ranks.
 
     Args:
-        tp_size: ranks for tensor parallelism.  None with ``tp_plan`` set: ``WORLD_SIZE`` divided
-            by the other sizes.  None without ``tp_plan``: 1.
-        tp_plan: ``"auto"``, or None with ``tp_size`` set: the model's own plan.  A dict overrides
-            single rules of it, ``{}`` means no TP rule at all.
+        tp_size: ranks for tensor parallelism. None with `tp_plan` set: `WORLD_SIZE` divided
+            by the other sizes. None without `tp_plan`: 1.
+        tp_plan: `"auto"`, or None with `tp_size` set: the model's own plan. A dict overrides
+            single rules of it, `{}` means no TP rule at all.
         enable_sequence_parallel: between TP regions the sequence is sharded over the TP group.
-        enable_expert_parallel: deprecated.  Without ``ep_size`` the same as
-            ``ep_size=tp_size, tp_plan={}`` (a ``tp_plan`` that is given stays); an explicit
-            ``ep_size`` wins.  It is resolved into these fields and reads False afterwards.
-        fsdp_size: ranks for FSDP2.  None: 1.
-        dp_replicate_size: HSDP replicas.  None: 1.
-        fsdp_plan: overrides of the FSDP plan; used if ``dp_replicate_size * fsdp_size > 1``.
+        enable_expert_parallel: deprecated. Without `ep_size` the same as
+            `ep_size=tp_size, tp_plan={}` (a `tp_plan` that is given stays); an explicit
+            `ep_size` wins. It is resolved into these fields and reads False afterwards.
+        fsdp_size: ranks for FSDP2. None: 1.
+        dp_replicate_size: HSDP replicas. None: 1.
+        fsdp_plan: overrides of the FSDP plan; used if `dp_replicate_size * fsdp_size > 1`, or for
+            `fsdp_over_tp`.
         fsdp_cpu_offload: FSDP2 CPU offload, experts included.
         fsdp_mixed_precision: FSDP2 mixed precision (bf16 parameters, fp32 reduction), experts
             included.
-        pp_size: pipeline stages.  None: 1.
-        ep_size: ranks that own distinct experts.  None: 1; a plan never infers it.
-        ep_plan: overrides of the EP plan; used if ``ep_size > 1``.
-        ep_implementation: how tokens reach the experts, a name in the registry of ``ep_dispatch``.
-        fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too.
-            None: where it saves memory.
+        pp_size: pipeline stages. None: 1.
+        ep_size: ranks that own distinct experts. None: 1; a plan never infers it.
+        ep_plan: overrides of the EP plan; used if `ep_size > 1`.
+        ep_implementation: how tokens reach the experts, a name in the registry of `ep_dispatch`.
+        fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too, in the
+            units of the FSDP plan, also with one batch. None: where it saves memory.
 
     Raises:
         ValueError: a rule is broken; it names the values and what would fit.
@@ -106,16 +108,16 @@ class DistributedConfig:
 
     @property
     def dp_size(self) -> int:
-        """Number of distinct batches: ``dp_replicate_size * fsdp_size``."""
+        """Number of distinct batches: `dp_replicate_size * fsdp_size`."""
         return self.layout.data_parallel_size
 
     @property
     def efsdp_size(self) -> int:
-        """Ranks that FSDP-shard the same experts: ``fsdp_size * tp_size / ep_size``."""
+        """Ranks that FSDP-shard the same experts: `fsdp_size * tp_size / ep_size`."""
         return self.layout.efsdp
 
     def check_experts(self, num_experts: int) -> None:
-        """Check that ``ep_size`` divides ``num_experts``, the experts of a layer.
+        """Check that `ep_size` divides `num_experts`, the experts of a layer.
 
         Raises:
             ValueError: it doesn't; it names the sizes that fit.
@@ -128,7 +130,7 @@ class DistributedConfig:
     def from_dict(cls, values: Mapping[str, Any], **overrides: Any) -> Self:
         """Build one from a dict, also from one that native transformers wrote.
 
-        ``overrides`` win over ``values``.
+        `overrides` win over `values`.
 
         Raises:
             ValueError: an unknown key, told with the nearest field; or a broken rule.
@@ -173,7 +175,7 @@ class DistributedConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_json_file(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json_string` to ``path``."""
+        """Write `to_json_string` to `path`."""
         Path(path).write_text(self.to_json_string(), encoding="utf-8")
 
     # -- the rules
@@ -201,15 +203,18 @@ class DistributedConfig:
                 f"'auto', got {name_given!r}."
             )
 
+    def _resolve(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
     def _is_given(self, size: str) -> bool:
         return getattr(self, size) is not None
 
     def _resolve_sizes(self) -> None:
         for name in ("fsdp_size", "dp_replicate_size", "pp_size"):
             if not self._is_given(name):
-                setattr(self, name, 1)
+                self._resolve(name, 1)
         if not self._is_given("tp_size"):
-            self.tp_size = 1 if self.tp_plan is None else self._derived_tp_size()
+            self._resolve("tp_size", 1 if self.tp_plan is None else self._derived_tp_size())
 
     def _derived_tp_size(self) -> int:
         world = launched_processes()
@@ -229,9 +234,9 @@ class DistributedConfig:
         if self.enable_expert_parallel:
             explicit = self._is_given("ep_size")
             if not explicit:
-                self.ep_size = self.tp_size
+                self._resolve("ep_size", self.tp_size)
                 if self.tp_plan is None:
-                    self.tp_plan = {}
+                    self._resolve("tp_plan", {})
             effect = "it has no effect beside ep_size" if explicit else "it means the same"
             warnings.warn(
                 f"enable_expert_parallel is deprecated: give ep_size={self.ep_size}"
@@ -240,9 +245,9 @@ class DistributedConfig:
                 FutureWarning,
                 stacklevel=4,
             )
-            self.enable_expert_parallel = False
+            self._resolve("enable_expert_parallel", False)
         if not self._is_given("ep_size"):
-            self.ep_size = 1
+            self._resolve("ep_size", 1)
 
     def _check_implementation(self, layout: Layout) -> None:
         name, ep, tp = self.ep_implementation, layout.ep, layout.tp
@@ -256,7 +261,7 @@ class DistributedConfig:
 
 
 def launched_processes() -> int | None:
-    """The number of processes that a launcher such as torchrun tells (``WORLD_SIZE``), if any."""
+    """The number of processes that a launcher such as torchrun tells (`WORLD_SIZE`), if any."""
     text = os.environ.get("WORLD_SIZE")
     if text is None:
         return None

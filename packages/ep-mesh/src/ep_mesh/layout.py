@@ -9,8 +9,8 @@ the ranks of a TP group and of an EP group are consecutive::
     dense:   (pp, dp_replicate, fsdp,  tp)
     expert:  (pp, dp_replicate, efsdp, ep)      efsdp = fsdp * tp / ep
 
-Both cover the same ranks of one replica of one pipeline stage (``fsdp * tp == efsdp * ep``), so
-EP needs no process of its own.  A rank's batch follows from ``dp_replicate`` and ``fsdp`` alone.
+Both cover the same ranks of one replica of one pipeline stage (`fsdp * tp == efsdp * ep`), so
+EP needs no process of its own. A rank's batch follows from `dp_replicate` and `fsdp` alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ AXES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 def legal_ep_sizes(tp: int, fsdp: int, num_experts: int | None = None) -> list[int]:
     """The EP sizes that a layout allows, ascending; 1 stands for "EP off".
 
-    A size above 1 is a multiple of ``tp``, divides ``fsdp * tp`` and, if it is given,
-    ``num_experts``.
+    A size above 1 is a multiple of `tp`, divides `fsdp * tp` and, if it is given,
+    `num_experts`.
     """
     sizes = [tp * n for n in range(1, fsdp + 1) if fsdp % n == 0]
     legal = {1, *(size for size in sizes if num_experts is None or num_experts % size == 0)}
@@ -73,7 +73,7 @@ class Layout:
         ep: ranks that together hold one set of experts; 1 is EP off.
 
     Raises:
-        ValueError: a size below 1, or an ``ep`` that the other sizes don't allow; it names the
+        ValueError: a size below 1, or an `ep` that the other sizes don't allow; it names the
             values and the sizes that would fit.
     """
 
@@ -112,7 +112,7 @@ class Layout:
         return self.dp_replicate * self.fsdp
 
     def size(self, axis: str) -> int:
-        """Number of ranks of a group on ``axis``, any name of `AXES`."""
+        """Number of ranks of a group on `axis`, any name of `AXES`."""
         _, parts = _axis(axis)
         return math.prod(getattr(self, part) for part in parts)
 
@@ -121,10 +121,10 @@ class Layout:
         return tuple(getattr(self, axis) for axis in VIEWS[view])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` stands on pp, dp_replicate, fsdp, tp, efsdp and ep.
+        """Where `rank` stands on pp, dp_replicate, fsdp, tp, efsdp and ep.
 
         Raises:
-            ValueError: ``rank`` is outside the world.
+            ValueError: `rank` is outside the world.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(
@@ -140,7 +140,7 @@ class Layout:
         return {axis: found[axis] for axis in order}
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """The place of ``rank`` in its group on ``axis``, any name of `AXES`."""
+        """The place of `rank` in its group on `axis`, any name of `AXES`."""
         _, parts = _axis(axis)
         at = self.coordinates(rank)
         place = 0
@@ -149,10 +149,10 @@ class Layout:
         return place
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of ``rank`` on ``axis``, ascending, ``rank`` among them.
+        """The ranks of the group of `rank` on `axis`, ascending, `rank` among them.
 
-        ``axis`` is any name of `AXES`: an axis of a view, or ``"dp"`` (all batches),
-        ``"fsdp_tp"`` (a replica of one stage) or ``"world"``.
+        `axis` is any name of `AXES`: an axis of a view, or `"dp"` (all batches),
+        `"fsdp_tp"` (a replica of one stage) or `"world"`.
         """
         view, parts = _axis(axis)
         at = self.coordinates(rank)
@@ -168,7 +168,7 @@ class Layout:
         return tuple(sorted(ranks))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of ``axis``, by their lowest rank; together each rank once."""
+        """All groups of `axis`, by their lowest rank; together each rank once."""
         seen: set[int] = set()
         found: list[tuple[int, ...]] = []
         for rank in range(self.world_size):
@@ -178,14 +178,14 @@ class Layout:
         return found
 
     def batch_of(self, rank: int) -> int:
-        """Which of the ``data_parallel_size`` data shards the batch of ``rank`` comes from.
+        """Which of the `data_parallel_size` data shards the batch of `rank` comes from.
 
         The ranks of a TP group, and the stages of a pipeline, share a batch.
         """
         return self.coordinate("dp", rank)
 
     def experts_of(self, rank: int, num_experts: int) -> range:
-        """The global ids of the experts that ``rank`` computes, ``num_experts / ep`` of them."""
+        """The global ids of the experts that `rank` computes, `num_experts / ep` of them."""
         self.check_experts(num_experts)
         count = num_experts // self.ep
         first = self.coordinates(rank)["ep"] * count
@@ -195,7 +195,7 @@ class Layout:
         """Check that each rank of an EP group can hold as many experts as the others.
 
         Raises:
-            ValueError: ``ep`` does not divide ``num_experts``; it names the sizes that fit.
+            ValueError: `ep` does not divide `num_experts`; it names the sizes that fit.
         """
         if num_experts < 1 or num_experts % self.ep:
             raise ValueError(
@@ -205,7 +205,7 @@ class Layout:
             )
 
     def check_world_size(self, processes: int) -> None:
-        """Check that ``processes`` is what the sizes multiply to.
+        """Check that `processes` is what the sizes multiply to.
 
         Raises:
             ValueError: it is not; it names a size that would fit, and the command to start.
@@ -233,7 +233,7 @@ class Layout:
             ranks_per_block: how many ranks stand side by side before a new block begins.
 
         Raises:
-            ValueError: ``ep`` does not divide ``num_experts``.
+            ValueError: `ep` does not divide `num_experts`.
         """
         return _picture.draw(self, num_experts, ranks_per_block)
 

@@ -2,7 +2,7 @@
 
 [Note: one rank map]
 FSDP2 joins the mesh that it shards over with the mesh of a parameter that is a DTensor already,
-and refuses meshes whose maps from positions to ranks differ.  So every view is built over all
+and refuses meshes whose maps from positions to ranks differ. So every view is built over all
 ranks of the world in rank order, from process groups that were made before
 (`DeviceMesh.from_group`), and `mesh` slices it: meshes of different views combine, and axes with
 equal ranks share one process group.
@@ -37,12 +37,12 @@ _TP_SPLIT = ("tp_shard", "tp_copy")
 class ParallelMesh:
     """Device meshes and process groups of a layout; every rank of the world builds one.
 
-    Starts ``torch.distributed`` if nobody did: from torchrun's environment, or as a world of one.
+    Starts `torch.distributed` if nobody did: from torchrun's environment, or as a world of one.
 
     Args:
         layout: the sizes; their product must equal the number of processes.
-        device_type: where the parameters live.  None: the accelerator, if there is one and
-            ``torch.distributed`` isn't running on gloo already; else ``"cpu"``.
+        device_type: where the parameters live. None: the accelerator, if there is one and
+            `torch.distributed` isn't running on gloo already; else `"cpu"`.
 
     Raises:
         ValueError: the number of processes is not the layout's; checked before any group is made.
@@ -76,10 +76,10 @@ class ParallelMesh:
     def mesh(self, *axes: str) -> DeviceMesh:
         """The `DeviceMesh` of one axis or of several, outermost first.
 
-        For example ``"tp"``; ``"dp_replicate", "fsdp"`` (HSDP); ``"ep"``; ``"dp_replicate",
-        "efsdp"``; and the flattened axes ``"fsdp_tp"`` (fsdp outer, tp inner: a replica) and
-        ``"dp"`` (dp_replicate outer, fsdp inner: all batches).  FSDP2 takes any of these, with
-        parameters that are DTensors on another one that it doesn't overlap.  No communication.
+        For example `"tp"`; `"dp_replicate", "fsdp"` (HSDP); `"ep"`;
+        `"dp_replicate", "efsdp"`; and the flattened axes `"fsdp_tp"` (fsdp outer, tp inner: a replica) and
+        `"dp"` (dp_replicate outer, fsdp inner: all batches). FSDP2 takes any of these, with
+        parameters that are DTensors on another one that it doesn't overlap. No communication.
 
         Raises:
             ValueError: no view has these axes in this order.
@@ -95,25 +95,25 @@ class ParallelMesh:
         )
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank on ``axis``."""
+        """The process group of this rank on `axis`."""
         return self.mesh(axis).get_group()
 
     def size(self, axis: str) -> int:
-        """Number of ranks of a group on ``axis``."""
+        """Number of ranks of a group on `axis`."""
         return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
-        """The place of this rank in its group on ``axis``."""
+        """The place of this rank in its group on `axis`."""
         return self.layout.coordinate(axis, self.rank)
 
     def split_tp(self, shards: int) -> DeviceMesh:
-        """The TP axis as a mesh of two: ``("tp_shard", "tp_copy")``, copies consecutive.
+        """The TP axis as a mesh of two: `("tp_shard", "tp_copy")`, copies consecutive.
 
-        For parameters with fewer pieces than TP ranks (key-value heads): rank ``i`` of a TP group
-        holds piece ``i // copies``.  Every rank of the world must call it, the first time.
+        For parameters with fewer pieces than TP ranks (key-value heads): rank `i` of a TP group
+        holds piece `i // copies`. Every rank of the world must call it, the first time.
 
         Raises:
-            ValueError: ``shards`` does not divide the TP size.
+            ValueError: `shards` does not divide the TP size.
         """
         tp = self.layout.tp
         if shards < 1 or tp % shards:

@@ -1,4 +1,4 @@
-"""Private parts of PyTorch that this package needs, in one place.
+"""Private parts of PyTorch and transformers that this package needs, in one place.
 
 | what | why | seen in |
 | --- | --- | --- |
@@ -6,6 +6,11 @@
 | `_fully_shard._fsdp_common` mesh infos | one FSDP group whose parameters lie on two meshes | 2.13 |
 | `DTensor._op_dispatcher._custom_op_handlers`, `_NormPartial` | torch's own `clip_grad_norm_` over \
 several meshes | 2.13 |
+| `PreTrainedModel._tp_plan`, `._ep_plan`, `._fsdp_plan` | the plans that a class brings; what `model.tp_plan` reads | transformers 5.17, 5.24 |
+| `PreTrainedModel._keep_in_fp32_modules`, `._keep_in_fp32_modules_strict` | what a model wants in float32 | transformers 5.17, 5.24 |
+| `_is_expert_parallel` on experts | released experts code masks skipped ids only where it is set | transformers 5.17, 5.24 |
+
+transformers is not imported: a model of another library just has none of its attributes.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +30,36 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 __all__ = [
     "StridedShard",
+    "class_plan",
     "has_per_parameter_mesh",
     "join_norms_over_meshes",
+    "kept_in_float32",
+    "mark_expert_parallel",
     "per_parameter_mesh",
+    "show_plan",
 ]
+
+
+def class_plan(module: nn.Module, plan: str) -> dict[str, str]:
+    """The `plan` ("tp_plan", "ep_plan" or "fsdp_plan") that the class of `module` brings."""
+    return dict(getattr(type(module), f"_{plan}", None) or {})
+
+
+def show_plan(model: nn.Module, plan: str, rules: Mapping[str, str]) -> None:
+    """Let `model.tp_plan` and so on be `rules`; a transformers model has properties over `_tp_plan`."""
+    shown = f"_{plan}" if isinstance(getattr(type(model), plan, None), property) else plan
+    setattr(model, shown, dict(rules))
+
+
+def kept_in_float32(model: nn.Module, *, strict_only: bool) -> set[str]:
+    """Patterns of the modules that `model` wants in float32: always, or beside float16 too."""
+    names = ["_keep_in_fp32_modules_strict"] + ([] if strict_only else ["_keep_in_fp32_modules"])
+    return {pattern for name in names for pattern in getattr(model, name, None) or ()}
+
+
+def mark_expert_parallel(experts: nn.Module) -> None:
+    """Tell the experts' own code that it may meet ids of experts that are elsewhere."""
+    experts._is_expert_parallel = True  # type: ignore[assignment]
 
 
 def has_per_parameter_mesh() -> bool:

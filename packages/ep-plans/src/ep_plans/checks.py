@@ -9,21 +9,11 @@ from torch import nn
 
 from ep_dispatch import EPImplementationInterface
 from ep_mesh import DistributedConfig
+from ep_plans.patterns import wildcard
+from ep_plans.styles import STYLES, Replicate
+from ep_plans.styles.base import num_experts_of
 
-_SHARDED = "colwise"
-# Whether a style's output is in parts, and whether its input is; without a rule both are whole.
-_OUTPUT_IN_PARTS = {
-    "colwise": True,
-    "packed_colwise": True,
-    "colwise_rep": False,
-    "colwise_gather_output": False,
-    "rowwise": False,
-    "packed_rowwise": False,
-    "rowwise_rep": False,
-    "rowwise_split_input": False,
-    "replicate": False,
-}
-_INPUT_IN_PARTS = dict.fromkeys(_OUTPUT_IN_PARTS, False) | {"rowwise": True, "packed_rowwise": True}
+_NO_RULE = Replicate()  # without a rule, input and output are whole
 # Projections that feed one other, as their modules call them.
 _PAIRS = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
@@ -49,15 +39,6 @@ class Heads:
     copies: int
 
 
-def num_experts_of(experts: nn.Module) -> int | None:
-    """The experts that a module holds, from `num_experts` or its first stacked weight."""
-    number = getattr(experts, "num_experts", None)
-    if isinstance(number, int):
-        return number
-    stacked = [p for p in experts.parameters(recurse=False) if p.ndim == 3]
-    return stacked[0].shape[0] if stacked else None
-
-
 def check_experts(
     model: nn.Module,
     experts: Collection[str],
@@ -71,12 +52,14 @@ def check_experts(
         ValueError: with the sizes that would fit, or the weights without a rule; or `ep_implementation` is unknown or needs ranks
             that share a batch where they don't.
     """
-    masking = [name for name in experts if ep[name] == "moe_tp_experts"]
+    masking = [name for name in experts if STYLES[ep[name]].masks]
     if masking and config.ep_size != config.tp_size:
+        keys = dict.fromkeys(map(wildcard, masking), "ep_dispatch_experts")
         raise ValueError(
-            f"The EP rule {masking[0]!r}: 'moe_tp_experts' masks routes and needs ep_size == "
-            f"tp_size, got ep_size={config.ep_size}, tp_size={config.tp_size}. Override it with "
-            "'ep_dispatch_experts', which moves tokens in any layout, or make the sizes equal."
+            f"The EP plan's style {ep[masking[0]]!r} for {next(iter(keys))} masks routes and needs "
+            f"ep_size == tp_size, got ep_size={config.ep_size}, tp_size={config.tp_size}. Pass "
+            f"ep_plan={keys} in DistributedConfig, which moves tokens in any layout, or make the "
+            "sizes equal."
         )
     for name in experts:
         module = model.get_submodule(name)
@@ -128,15 +111,10 @@ def check_pairs(model: nn.Module, tp: Mapping[str, str]) -> None:
 
 
 def _fit_together(rules: Mapping[str, str | None], output: str) -> bool:
-    if any(style not in _OUTPUT_IN_PARTS for style in rules.values() if style is not None):
-        return True  # a style of the user's: we cannot know
-    given = {
-        style is not None and _OUTPUT_IN_PARTS[style]
-        for name, style in rules.items()
-        if name != output
-    }
-    last = rules[output]
-    return given == {last is not None and _INPUT_IN_PARTS[last]}
+    styles = {name: STYLES[rule] if rule else _NO_RULE for name, rule in rules.items()}
+    wanted = styles.pop(output).input_in_parts
+    given = {style.output_in_parts for style in styles.values()}
+    return wanted is None or None in given or given == {wanted}
 
 
 def _misfit(parent: str, rules: Mapping[str, str | None], output: str) -> str:
@@ -180,7 +158,7 @@ def check_attention(model: nn.Module, tp: Mapping[str, str], tp_size: int) -> No
     """
     for name, style in tp.items():
         parent, _, child = name.rpartition(".")
-        if style != _SHARDED:
+        if not STYLES[style].keeps_heads:
             continue
         if child == "kv_b_proj":
             _check_latent_heads(parent, model.get_submodule(parent), tp_size)

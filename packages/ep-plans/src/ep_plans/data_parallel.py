@@ -38,7 +38,9 @@ def apply_fsdp(
     """
     units = _Units(model, mesh, config, shardings)
     for name in plans.experts:
-        units.shard_experts(name)
+        inside = [sharding for at, sharding in shardings.items() if is_below(at, [name])]
+        if any(sharding.data_axis is not None for sharding in inside):
+            units.shard_experts(name)
     if all(sharding.data_axis in (None, "efsdp") for sharding in shardings.values()):
         return
     done = units.shard_float32(plans.fsdp)

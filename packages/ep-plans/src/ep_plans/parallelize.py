@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +21,16 @@ from ep_dispatch import ExpertsForward
 from ep_dispatch.collectives import copy_to_group
 from ep_dispatch.links import join_parameters
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans._compat import join_norms_over_meshes
+from ep_plans._compat import join_norms_over_meshes, mark_expert_parallel, show_plan
 from ep_plans.checks import attention_heads
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
 from ep_plans.parameters import CONVOLUTIONS, plan_parameters
 from ep_plans.patterns import is_below
-from ep_plans.resolve import Plans, resolve_plans
+from ep_plans.resolve import Plans, check_stages, resolve_plans
 from ep_plans.sequence import install_sequence_parallel
 from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
-from ep_plans.styles import STYLES
+from ep_plans.styles import STYLES, Style
 from ep_plans.styles.base import (
     Context,
     Forward,
@@ -90,8 +90,8 @@ def parallelize(
 
     Raises:
         ValueError: as `resolve_plans`; the mesh is of another layout; the ranks hold different
-            models; the model is parallel already. Nothing is changed then.
-        NotImplementedError: `pp_size > 1`.
+            models; the model is parallel already; an implementation can't run here. Nothing is
+            cut or moved then.
 
     Cost: an all-reduce of two numbers (do the ranks agree), for a built model one more of two
     numbers per parameter.
@@ -102,22 +102,23 @@ def parallelize(
         )
     if mesh.layout != config.layout:
         raise ValueError(f"The mesh is of the layout {mesh.layout}, the config of {config.layout}.")
-    if config.pp_size > 1:
-        raise NotImplementedError(
-            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
-            "fsdp_size and ep_size."
-        )
+    check_stages(config)
     _check_same_model(model, mesh, config)
     plans = resolve_plans(model, config) if plans is None else plans
     shardings = plan_parameters(model, plans, config)
+    contexts = _prepare_styles(
+        model, mesh, config, plans, shardings, experts_forward or own_experts_forward
+    )
 
     _cut_parameters(model, mesh, config, shardings)
-    _install_styles(model, mesh, config, plans, shardings, experts_forward or own_experts_forward)
+    _install_styles(contexts, config)
     _reduce_gradients(model, mesh, shardings)
     _reduce_inside_experts(model, mesh, plans.experts, shardings)
     if config.enable_sequence_parallel and config.tp_size > 1:
         install_sequence_parallel(model, plans, mesh.group("tp"))
-    _show_plans(model, plans)
+    show_plan(model, "tp_plan", plans.tp_rules)
+    show_plan(model, "ep_plan", plans.ep_rules)
+    show_plan(model, "fsdp_plan", plans.fsdp_rules)
     apply_fsdp(model, mesh, config, plans, shardings)
     _move_rest(model, mesh.device)
     join_norms_over_meshes()
@@ -144,7 +145,7 @@ def _check_same_model(model: nn.Module, mesh: ParallelMesh, config: DistributedC
     built = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
     if not built:
         return
-    sums = torch.stack([p.double().abs().sum().to(mesh.device) for p in built.values()])
+    sums = torch.stack([p.to(mesh.device).double().abs().sum() for p in built.values()])
     same = _agrees(sums.nan_to_num(), mesh)
     if not same.all():
         name = list(built)[int(same.logical_not().nonzero()[0])]
@@ -187,8 +188,7 @@ def _cut_parameters(
         module._parameters[parameter_name] = part
         if sharding.cut.axis == "ep":
             module.num_experts = parameter.shape[0] // config.ep_size  # type: ignore[assignment]
-            # Released experts code masks skipped ids only when it is told that experts are split.
-            module._is_expert_parallel = True  # type: ignore[assignment]
+            mark_expert_parallel(module)
 
 
 def _cut_mesh(mesh: ParallelMesh, cut: Cut) -> DeviceMesh:
@@ -197,16 +197,17 @@ def _cut_mesh(mesh: ParallelMesh, cut: Cut) -> DeviceMesh:
     return mesh.mesh(cut.axis)
 
 
-def _install_styles(
+def _prepare_styles(
     model: nn.Module,
     mesh: ParallelMesh,
     config: DistributedConfig,
     plans: Plans,
     shardings: Mapping[str, ParameterSharding],
     experts_forward: Callable[[nn.Module], ExpertsForward],
-) -> None:
+) -> list[tuple[Style, Context]]:
+    """Each rule on a module, in the order of installation, with what its style prepared."""
     modules = dict(model.named_modules())
-    ratios: dict[nn.Module, int] = {}
+    prepared: list[tuple[Style, Context]] = []
     for axis, rules in (("tp", plans.tp), ("ep", plans.ep)):
         for name, style in rules.items():
             if name not in modules:
@@ -216,11 +217,19 @@ def _install_styles(
             context = Context(
                 mesh, config, model, name, modules[name], axis, copies, experts_forward
             )
-            if copies > 1:
-                heads = attention_heads(context.parent, config.tp_size)
-                assert heads is not None
-                ratios[context.parent] = heads.query // config.tp_size
-            STYLES[style].install(context)
+            found = STYLES[style]
+            prepared.append((found, replace(context, prepared=found.prepare(context))))
+    return prepared
+
+
+def _install_styles(prepared: list[tuple[Style, Context]], config: DistributedConfig) -> None:
+    ratios: dict[nn.Module, int] = {}
+    for style, context in prepared:
+        if context.copies > 1:
+            heads = attention_heads(context.parent, config.tp_size)
+            assert heads is not None
+            ratios[context.parent] = heads.query // config.tp_size
+        style.install(context)
     for attention, ratio in ratios.items():
         # Each rank has one key-value head for its query heads.
         attention.num_key_value_groups = ratio  # type: ignore[assignment]
@@ -323,14 +332,3 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def _show_plans(model: nn.Module, plans: Plans) -> None:
-    """Set `model.tp_plan` and so on; a transformers model has properties over `_tp_plan`."""
-    for name, rules in (
-        ("tp_plan", plans.tp_rules),
-        ("ep_plan", plans.ep_rules),
-        ("fsdp_plan", plans.fsdp_rules),
-    ):
-        shown = f"_{name}" if isinstance(getattr(type(model), name, None), property) else name
-        setattr(model, shown, dict(rules))

@@ -16,6 +16,8 @@ A rank calls backward on its own batch's loss. The right gradient is the mean ov
 An FSDP unit has one dtype, and its parameters have at least one dimension. A parameter kept in
 float32 beside others of its module (attention sinks, decay rates) and a scalar stay whole on every
 rank; autograd takes the mean of their gradients over the batches.
+DeepGEMM Mega MoE, which only infers, keeps its experts' weights in a form of its own and whole: FSDP
+would hold them a second time, so they are cut over `ep` alone.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ import re
 import torch
 from torch import nn
 
+from ep_dispatch import EPImplementationInterface
+from ep_dispatch.implementation import MEGAMOE, uses_megamoe
 from ep_mesh import DistributedConfig
-from ep_plans._compat import has_per_parameter_mesh
+from ep_plans._compat import has_per_parameter_mesh, kept_in_float32
 from ep_plans.checks import attention_heads
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
 from ep_plans.sequence import partial_on_slices
 from ep_plans.sharding import Cut, ParameterSharding
 from ep_plans.styles import STYLES
-from ep_plans.styles.linear import Colwise
 
 # Below this share of a rank's parameters, sharding the replicated ones over TP is not worth its
 # gathers.
@@ -64,10 +67,11 @@ def plan_parameters(
     data_parallel = config.dp_size > 1 or over_tp
     float32 = float32_parameters(model, mixed_precision=config.fsdp_mixed_precision)
     left_out = _not_for_fsdp(model, plans, float32) if data_parallel else set()
+    mega = _megamoe_experts(model, plans, config)
 
     def data_axis(name: str) -> str | None:
         if is_below(name, plans.experts):
-            return "efsdp"
+            return None if is_below(name, mega) else "efsdp"
         if not data_parallel or name in left_out:
             return None
         return "fsdp_tp" if over_tp and cuts[name] is None else "fsdp"
@@ -82,6 +86,14 @@ def plan_parameters(
         )
         for name in cuts
     }
+
+
+def _megamoe_experts(model: nn.Module, plans: Plans, config: DistributedConfig) -> list[str]:
+    """The experts modules that DeepGEMM Mega MoE runs."""
+    if not EPImplementationInterface.get(config.ep_implementation).runs_megamoe_experts:
+        return []
+    named = config.ep_implementation == MEGAMOE
+    return [name for name in plans.experts if named or uses_megamoe(model.get_submodule(name))]
 
 
 def _not_for_fsdp(model: nn.Module, plans: Plans, float32: set[str]) -> set[str]:
@@ -134,9 +146,7 @@ def float32_parameters(model: nn.Module, *, mixed_precision: bool = False) -> se
     dtypes = {p.dtype for p in named.values() if p.is_floating_point()}
     patterns: set[str] = set()
     if mixed_precision or dtypes & {torch.float16, torch.bfloat16}:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if torch.float16 in dtypes:
-        patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        patterns = kept_in_float32(model, strict_only=torch.float16 not in dtypes)
     kept = {
         name for name, p in named.items() if p.dtype is torch.float32 and dtypes - {torch.float32}
     }
@@ -169,17 +179,11 @@ def _cut(
             f"{parameter.shape[dim]} is not a multiple of {packs}."
         )
     copies = 1
-    if style_copies(style) and module_name.rpartition(".")[2] in ("k_proj", "v_proj"):
+    if STYLES[style].keeps_heads and module_name.rpartition(".")[2] in ("k_proj", "v_proj"):
         attention = model.get_submodule(module_name.rpartition(".")[0])
         heads = attention_heads(attention, config.tp_size)
         copies = 1 if heads is None else heads.copies
     return Cut(axis, dim, packs, copies)
-
-
-def style_copies(style: str) -> bool:
-    """Whether a style leaves each rank with heads of its own, copied where they are too few."""
-    found = STYLES[style]
-    return isinstance(found, Colwise) and not found.gather_output and found.packs == 1
 
 
 def _partial_over(model: nn.Module, plans: Plans, name: str, on_slices: set[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ep_mesh import DistributedConfig
+from ep_plans._compat import class_plan
 from ep_plans.checks import check_attention, check_experts, check_pairs
 from ep_plans.families import family_plan, family_style
 from ep_plans.patterns import is_below, nearest, rule_for, wildcard
@@ -51,6 +52,11 @@ class Plans:
         """The names of the modules whose experts are spread over the expert axis."""
         return [name for name, style in self.ep.items() if STYLES[style].scope is Scope.EXPERTS]
 
+    @property
+    def masked(self) -> list[str]:
+        """Those of `experts` that get local ids, other ranks' routes masked, of one batch."""
+        return [name for name in self.experts if STYLES[self.ep[name]].masks]
+
 
 def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     """The rules that `config` applies to `model`; neither is changed.
@@ -61,10 +67,11 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
         config: sizes and overrides.
 
     Raises:
-        ValueError: an override key matches nothing, a style is unknown, a size asks for a plan that
+        ValueError: `pp_size > 1`, an override key matches nothing, a style is unknown, a size asks for a plan that
             does not exist, rules that must go together do not, experts or heads do not divide.
             The text names the values and what would fit.
     """
+    check_stages(config)
     names = _Names(model)
     rules = {plan: _merged(model, plan, config, names) for plan in PLAN_NAMES}
     for plan, merged in rules.items():
@@ -119,6 +126,19 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     return plans
 
 
+def check_stages(config: DistributedConfig) -> None:
+    """Nothing builds pipeline stages yet. For callers that build or load before they resolve.
+
+    Raises:
+        ValueError: `pp_size > 1`.
+    """
+    if config.pp_size > 1:
+        raise ValueError(
+            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
+            "fsdp_size, dp_replicate_size and ep_size."
+        )
+
+
 def _check_router_logits(model: nn.Module, config: DistributedConfig) -> None:
     settings: Any = getattr(model, "config", None)
     text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
@@ -146,7 +166,7 @@ def _declared(model: nn.Module, plan: str) -> dict[str, str]:
     for name, module in reversed(list(model.named_modules())):
         if not hasattr(module, "base_model_prefix"):
             continue
-        own = dict(getattr(type(module), f"_{plan}", None) or {})
+        own = class_plan(module, plan)
         config = getattr(module, "config", None)
         if getattr(module, "base_model", None) is module:
             own.update(getattr(config, f"base_model_{plan}", None) or {})
@@ -282,7 +302,7 @@ def _with_head_norms(tp: dict[str, str], names: _Names) -> dict[str, str]:
     found = dict(tp)
     for name, style in tp.items():
         attention, _, child = name.rpartition(".")
-        if child not in _HEAD_NORMS or style != "colwise":
+        if child not in _HEAD_NORMS or not STYLES[style].keeps_heads:
             continue
         head_dim = getattr(names.modules[attention], "head_dim", None)
         for norm in (f"{attention}.{norm}" for norm in _HEAD_NORMS[child]):

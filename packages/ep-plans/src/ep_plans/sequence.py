@@ -33,7 +33,7 @@ from ep_dispatch.collectives import (
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
 from ep_plans.styles import STYLES, Scope
-from ep_plans.styles.base import Forward, around_forward, change_input, change_output
+from ep_plans.styles.base import Forward, Moved, around_forward, change_input, change_output
 
 # Children that work token by token whatever their parameters look like.
 _TOKENWISE = ("gate", "router", "shared_expert_gate")
@@ -120,6 +120,17 @@ def partial_on_slices(model: nn.Module, plans: Plans) -> set[str]:
         for name, _ in layers.named_parameters()
         if not is_below(f"{layers_name}.{name}", (*regions, *_dispatched(plans)))
     }
+
+
+def moved_by_slices(model: nn.Module, plans: Plans, hidden: int) -> Moved:
+    """What splitting the sequence moves, beside what the styles do, in elements per token.
+
+    The input of each region is gathered, and so is the gradient of its output; the whole stack of
+    layers has them the other way round.
+    """
+    layers_name, layers = decoder_layers(model, plans)
+    regions = sum(1 for _ in _regions(layers_name, layers, plans))
+    return Moved(gathered=2 * hidden * (regions + 1))
 
 
 def decoder_layers(model: nn.Module, plans: Plans) -> tuple[str, nn.ModuleList]:

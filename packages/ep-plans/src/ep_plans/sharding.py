@@ -123,7 +123,9 @@ def cut_tensor(tensor: Tensor, dim: int, parts: int, index: int, packs: int = 1)
 
 
 def shard_tensor(tensor: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of `tensor` as a DTensor on `mesh`, in memory of its own; no communication.
+    """This rank's part of `tensor` as a DTensor on `mesh` and its device, in memory of its own.
+
+    No communication. No more than the part is moved; a meta tensor stays one.
 
     Args:
         tensor: the whole tensor, the same on every rank of `mesh`, or on the meta device.
@@ -132,6 +134,8 @@ def shard_tensor(tensor: Tensor, cut: Cut, mesh: DeviceMesh) -> DTensor:
     """
     index = mesh.get_local_rank(0)
     local = cut_tensor(tensor, cut.dim, mesh.size(0), index, cut.packs).contiguous()
+    if not local.is_meta:
+        local = local.to(mesh.device_type)
     if local.untyped_storage().nbytes() > local.nbytes:
         local = local.clone()  # a view would keep the whole tensor alive
     placements = [cut.placement, *[Replicate()] * (mesh.ndim - 1)]
@@ -159,25 +163,30 @@ def full_tensor(tensor: Tensor) -> Tensor:
     # Data axes cut what model axes left, so they are put together first: the last cut, undone first.
     shape = list(tensor.shape)
     for _, group, placement in model:
-        dim, packs = _dim_and_packs(placement, len(shape))
+        dim, packs = dim_and_packs(placement, len(shape))
         shape[dim] = _part_size(shape[dim], group, packs)
     local: Tensor = tensor.to_local().detach()
     with torch.no_grad():
         for _, group, placement in reversed(data):
-            dim, _ = _dim_and_packs(placement, tensor.ndim)
+            dim, _ = dim_and_packs(placement, tensor.ndim)
             local = gather_over_group(local, group, dim, size=shape[dim])
         for _, group, placement in reversed(model):
-            dim, packs = _dim_and_packs(placement, tensor.ndim)
+            dim, packs = dim_and_packs(placement, tensor.ndim)
             local = _gather_packed(local, group, dim, tensor.shape[dim], packs)
     return local
 
 
-def _dim_and_packs(placement: Placement, ndim: int) -> tuple[int, int]:
+def dim_and_packs(placement: Placement, ndim: int) -> tuple[int, int]:
+    """The dimension that a placement cuts, not negative, and its packs: what `Cut.placement` says.
+
+    Raises:
+        ValueError: the placement is no cut.
+    """
     if isinstance(placement, StridedShard):
         return int(placement.dim % ndim), int(placement.split_factor)
     if isinstance(placement, Shard):
         return placement.dim % ndim, 1
-    raise ValueError(f"A parameter placed {placement} cannot be gathered: it must be sharded.")
+    raise ValueError(f"A parameter placed {placement} is neither sharded nor replicated.")
 
 
 def _part_size(size: int, group: ProcessGroup, packs: int) -> int:

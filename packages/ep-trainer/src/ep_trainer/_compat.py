@@ -1,6 +1,6 @@
 """The private parts of transformers and accelerate that the trainer needs, all in this file.
 
-Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0.  `HookedTrainer` overrides the private
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0. `HookedTrainer` overrides the private
 hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
 
 Batch = Mapping[str, Any]
 
@@ -106,14 +107,39 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def label_positions_are_shifted(self) -> bool:
-        """Whether the model's loss predicts label ``i + 1`` at position ``i``."""
+        """Whether the model's loss predicts label `i + 1` at position `i`."""
         return bool(self._loss_shifts_labels)
 
 
-def use_cpu_ranks(args: TrainingArguments) -> None:
-    """Have ``args`` see the gloo ranks of this launch.
+@dataclass
+class ShiftingSmoother(LabelSmoother):
+    """A label smoother that knows whether labels are shifted.
 
-    Without ``use_cpu=True`` accelerate takes each CPU rank for a world of one, and so would
+    transformers asks the model's class by its name, which FSDP2 changes.
+    """
+
+    shifts: bool = False
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Any,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The smoothed loss."""
+        return super().__call__(
+            model_output,
+            labels,
+            shift_labels=self.shifts,
+            num_items_in_batch=num_items_in_batch,
+        )
+
+
+def use_cpu_ranks(args: TrainingArguments) -> None:
+    """Have `args` see the gloo ranks of this launch.
+
+    Without `use_cpu=True` accelerate takes each CPU rank for a world of one, and so would
     transformers: every rank would read every batch and write every file.
     """
     args.use_cpu = True
@@ -165,6 +191,7 @@ __all__ = [
     "BatchRebalanceSampler",
     "HookedTrainer",
     "LengthGroupedSampler",
+    "ShiftingSmoother",
     "rank_in_worker_seed",
     "rebalance_for",
     "remember_data_loader",

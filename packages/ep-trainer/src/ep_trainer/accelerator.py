@@ -1,6 +1,6 @@
 """accelerate's `Accelerator`, where a process is no longer one batch.
 
-accelerate numbers data by process.  Here the ranks of a TP group hold one batch, and an expert
+accelerate numbers data by process. Here the ranks of a TP group hold one batch, and an expert
 axis exists that accelerate cannot express, so this class answers the questions that depend on it:
 which part of the data, gathered over whom, and what must not be wrapped.
 """
@@ -38,7 +38,7 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def over(cls, accelerator: Accelerator, mesh: ParallelMesh, seed: int) -> LayoutAccelerator:
-        """Turn ``accelerator`` into one for ``mesh``; ``seed`` orders the data on all ranks."""
+        """Turn `accelerator` into one for `mesh`; `seed` orders the data on all ranks."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator.mesh = mesh
@@ -50,7 +50,7 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
     @property
     def data_shards(self) -> int:
-        """Number of distinct batches: ``fsdp * dp_replicate``."""
+        """Number of distinct batches: `fsdp * dp_replicate`."""
         return self.mesh.layout.data_parallel_size
 
     @property
@@ -113,7 +113,7 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     ) -> DataLoader[Any]:
         """A loader of this rank's data shard; equal on all ranks of a TP group.
 
-        What is drawn at random (the order, the workers' seeds) starts from ``seed``, not from the
+        What is drawn at random (the order, the workers' seeds) starts from `seed`, not from the
         rank's generator, which may have been used differently on another rank.
         """
         if data_loader.generator is None:
@@ -171,7 +171,7 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather`, without the samples that fill up the last batch.
 
-        Things that hold no tensors, or ``use_gather_object``: lists of objects, concatenated.
+        Things that hold no tensors, or `use_gather_object`: lists of objects, concatenated.
         """
         if use_gather_object or not _all_tensors(input_data):
             parts: list[Any] = [None] * self.data_shards
@@ -205,7 +205,7 @@ def mirror(layout: Layout) -> ParallelismConfig:
 
 
 def set_gradient_sync(model: nn.Module, *, enabled: bool) -> None:
-    """Switch the gradient reduction of every FSDP2 module of ``model``."""
+    """Switch the gradient reduction of every FSDP2 module of `model`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(enabled, recurse=False)

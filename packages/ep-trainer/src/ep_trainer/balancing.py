@@ -2,14 +2,14 @@
 
     E experts of a layer, K experts per token, T tokens of a rank (over all layers)
 
-transformers' loss is ``E * sum_e f_e P_e``: of all tokens, ``f_e`` of the K choices fell on expert
-``e``, whose mean probability was ``P_e``.  It is no mean over tokens, so the mean of the ranks'
+transformers' loss is `E * sum_e f_e P_e`: of all tokens, `f_e` of the K choices fell on expert
+`e`, whose mean probability was `P_e`. It is no mean over tokens, so the mean of the ranks'
 values is another loss than the global batch's, and its gradient another gradient.
 
 [Note: one value, one gradient]
-``f`` and ``P`` are sums over tokens, so one all-reduce of 2E + 1 numbers gives the global ones.
-``f`` has no gradient.  A rank's logits enter ``P`` only through its own sum ``s_r``, so with
-``P_e = global + D * (s_r - s_r.detach()) / tokens`` every rank has the value of the global loss,
+`f` and `P` are sums over tokens, so one all-reduce of 2E + 1 numbers gives the global ones.
+`f` has no gradient. A rank's logits enter `P` only through its own sum `s_r`, so with
+`P_e = global + D * (s_r - s_r.detach()) / tokens` every rank has the value of the global loss,
 and D times its own part of the gradient: the mean over the D data shards, which the gradients are
 reduced by, is the sum of the parts, whatever D.
 """
@@ -33,7 +33,7 @@ def load_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choices per expert [E], probabilities per expert [E] (differentiable), tokens [], float32.
 
-    The sums are over the layers too; tokens that ``attention_mask`` hides don't count.
+    The sums are over the layers too; tokens that `attention_mask` hides don't count.
     """
     device = router_logits_TE[0].device
     num_experts = router_logits_TE[0].shape[-1]
@@ -64,7 +64,7 @@ def balancing_loss(choices: Tensor, probabilities: Tensor, tokens: Tensor) -> Te
 def global_balancing_loss(
     choices: Tensor, probabilities: Tensor, tokens: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """The loss over the batches of all ranks of ``group``, see the note above.
+    """The loss over the batches of all ranks of `group`, see the note above.
 
     One all-reduce of 2E + 1 float32.
     """
@@ -81,14 +81,14 @@ def global_balancing_loss(
 class BalancingLoss:
     """Replaces the auxiliary loss in a model's loss by that of the global batch.
 
-    The model's own code adds ``coefficient * aux_loss`` of its batch.  On the first batch the value
+    The model's own code adds `coefficient * aux_loss` of its batch. On the first batch the value
     is computed here too, and if the two differ (a model with a formula of its own) it is left as
     the model has it, with a warning.
 
     Args:
         coefficient: the weight of the auxiliary loss.
         top_k: experts per token.
-        mesh: whose ``dp`` axis holds the batches.
+        mesh: whose `dp` axis holds the batches.
     """
 
     coefficient: float
@@ -120,10 +120,10 @@ class BalancingLoss:
         weight: int,
         real_rows: tuple[int, int] | None = None,
     ) -> Tensor:
-        """``loss`` with ``weight * aux_loss`` of this rank's batch taken out, the global's put in.
+        """`loss` with `weight * aux_loss` of this rank's batch taken out, the global's put in.
 
-        ``real_rows``: of so many rows of the batch, so many are in the global batch; None: all.
-        Nothing is done where the outputs hold no router logits.  One all-reduce of 2E + 1 numbers
+        `real_rows`: of so many rows of the batch, so many are in the global batch; None: all.
+        Nothing is done where the outputs hold no router logits. One all-reduce of 2E + 1 numbers
         over the data shards; at the first call one more and a host synchronization.
         """
         own = outputs.get("aux_loss") if isinstance(outputs, dict) else None
@@ -158,7 +158,7 @@ class BalancingLoss:
 
 
 def _without_rows(attention_mask: Tensor | None, logits_TE: Tensor, real: int, rows: int) -> Tensor:
-    """The mask [rows, T / rows] with the rows from ``real`` on hidden."""
+    """The mask [rows, T / rows] with the rows from `real` on hidden."""
     if attention_mask is None:
         attention_mask = logits_TE.new_ones(rows, logits_TE.shape[0] // rows)
     mask = attention_mask.reshape(rows, -1).clone()

@@ -113,8 +113,6 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
         )
     if args.torch_compile and layout.world_size > 1:
         yield "torch_compile=True: not supported with sharded experts in this version"
-    if layout.pp > 1:
-        yield f"pp_size={layout.pp}: pipeline steps come in a later version"
 
 
 def check_devices(args: TrainingArguments, device: torch.device, world_size: int) -> None:

@@ -20,7 +20,7 @@ Batch = Mapping[str, Any]
 def count_labels(batches: Sequence[Batch], *, shifted: bool) -> Tensor | None:
     """Labels that a loss counts in these batches, int64 [], or None if they can't be counted.
 
-    ``shifted``: position 0 of a row is predicted by nothing, so its label doesn't count.
+    `shifted`: position 0 of a row is predicted by nothing, so its label doesn't count.
     """
     counts = []
     for batch in batches:
@@ -35,9 +35,9 @@ def count_labels(batches: Sequence[Batch], *, shifted: bool) -> Tensor | None:
 
 
 def without_fillers(batch: Batch, real: int) -> Batch:
-    """The batch with the labels of all rows from ``real`` on ignored.
+    """The batch with the labels of all rows from `real` on ignored.
 
-    Loaders repeat samples to give every data shard a full last batch.  The ranks must run those
+    Loaders repeat samples to give every data shard a full last batch. The ranks must run those
     rows, as everyone takes part in the collectives, but they are no part of the global batch.
     """
     masked = dict(batch)

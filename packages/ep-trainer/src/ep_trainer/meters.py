@@ -30,15 +30,15 @@ class Meter(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """This rank's share of a micro-batch's input tokens; a TP group's shares are its tokens."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers since the last log.  Called on every rank, so it may communicate."""
+        """Numbers since the last log. Called on every rank, so it may communicate."""
         return {}
 
 
 class Speed(Meter):
-    """``tokens_per_second_per_rank``: input tokens of all batches, by time and by ranks.
+    """`tokens_per_second_per_rank`: input tokens of all batches, by time and by ranks.
 
-    A token counts once, whatever the TP size.  The first step since training began is left out,
-    as it also allocates and compiles.  One all-reduce of a number per log.
+    A token counts once, whatever the TP size. The first log since training began has no rate: the
+    steps before it also allocate and compile. One gather of a number from all ranks per log.
     """
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class Speed(Meter):
 
 
 class Memory(Meter):
-    """``peak_memory_gb``: of the rank that needed most, since the start; `per_rank` has all.
+    """`peak_memory_gb`: of the rank that needed most, since the start; `per_rank` has all.
 
-    On CUDA what torch allocated, on the CPU the resident memory of the process.  One all-gather of
-    a number per log.
+    On CUDA what torch allocated, on the CPU the resident memory of the process. One gather of a
+    number from all ranks per log.
     """
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class Memory(Meter):
 
 
 class ExpertLoad(Meter):
-    """``expert_load_max``: the most loaded expert of any layer, in shares of an even load.
+    """`expert_load_max`: the most loaded expert of any layer, in shares of an even load.
 
-    1 is perfect balance, E / K the worst: one expert gets every token.  `shares` [L, E] are the
+    1 is perfect balance, E / K the worst: one expert gets every token. `shares` [L, E] are the
     experts' parts of their layer's routes since the last log (rows sum to 1), `history` the tensors
-    of all logs.  Only training counts, each token once: not in evaluation, nor when activation
-    checkpointing runs a layer again.  One all-reduce of L x E numbers per log.
+    of all logs. Only training counts, each token once: not in evaluation, nor when activation
+    checkpointing runs a layer again. One all-reduce of L x E numbers per log.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def _ids_are_local(model: nn.Module, name: str) -> tuple[int, int | None]:
     A masking router gives local ids: each rank counts the routes to its own experts.
     """
     state = parallel_state(model)
-    if state is None or state.plans.ep.get(name) != "moe_tp_experts":
+    if state is None or name not in state.plans.masked:
         return 0, None
     here = getattr(model.get_submodule(name), "num_experts", 0)
     return state.mesh.coordinate("ep") * here, here
@@ -200,8 +200,11 @@ def _token_weight(model: nn.Module) -> float:
     if state is None:
         return 1.0
     mesh: ParallelMesh = state.mesh
-    masked = "moe_tp_experts" in state.plans.ep.values()
-    own = masked or state.config.enable_sequence_parallel or mesh.coordinate("tp") == 0
+    own = (
+        bool(state.plans.masked)
+        or state.config.enable_sequence_parallel
+        or mesh.coordinate("tp") == 0
+    )
     return 1.0 if own else 0.0
 
 

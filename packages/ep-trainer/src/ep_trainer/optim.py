@@ -13,8 +13,8 @@ def split_by_mesh(optimizer: Optimizer) -> None:
     """Split each parameter group so that its parameters lie on one mesh.
 
     The fused and foreach optimizers take a whole group in one call, which DTensors of several
-    meshes (dense parameters, experts) cannot enter together.  Options of a group stay with its
-    parts; groups without parameters go.  Call it before the first step.
+    meshes (dense parameters, experts) cannot enter together. Options of a group stay with its
+    parts; groups without parameters go. Call it before the first step.
     """
     parts = []
     for group in optimizer.param_groups:

@@ -1,10 +1,10 @@
 """`EPTrainer`: a `transformers.Trainer` for a model that is sharded over a layout.
 
 [Note: one loss for all ranks]
-Gradients are the mean over the D data shards, ``D = fsdp * dp_replicate``; the ranks of a TP group
-compute one batch together.  With N label tokens in the global batch (all shards, all micro-batches
-of the step), shard ``r`` calls backward on ``D * sum_r / N``: its mean over shards is
-``sum / N``, the loss of one process that holds the whole global batch, and so are its gradients,
+Gradients are the mean over the D data shards, `D = fsdp * dp_replicate`; the ranks of a TP group
+compute one batch together. With N label tokens in the global batch (all shards, all micro-batches
+of the step), shard `r` calls backward on `D * sum_r / N`: its mean over shards is
+`sum / N`, the loss of one process that holds the whole global batch, and so are its gradients,
 however unevenly the labels are spread.
 """
 
@@ -40,14 +40,14 @@ class EPTrainer(HookedTrainer):
     """Trains a sharded model as `transformers.Trainer` trains it in one process.
 
     The arguments are `transformers.Trainer`'s; the model was loaded or sharded by
-    ``expert_parallel``, which also says the layout.  ``per_device_train_batch_size`` is the batch
-    of a data shard, and there are ``fsdp * dp_replicate`` of them: the ranks of a TP group get
-    the same one.  Losses, token counts, predictions and gradient norms are those of the global
-    batch, each sample once.  A model that nobody sharded is trained as by `transformers.Trainer`.
+    `expert_parallel`, which also says the layout. `per_device_train_batch_size` is the batch
+    of a data shard, and there are `fsdp * dp_replicate` of them: the ranks of a TP group get
+    the same one. Losses, token counts, predictions and gradient norms are those of the global
+    batch, each sample once. A model that nobody sharded is trained as by `transformers.Trainer`.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
-            sharded though several processes run.  At construction.
+            sharded though several processes run. At construction.
     """
 
     def __init__(
@@ -71,6 +71,10 @@ class EPTrainer(HookedTrainer):
         elif model is not None:
             check_model(model)
         super().__init__(model, args, *positional, **named)
+        if self.mesh is not None and self.label_smoother is not None:
+            self.label_smoother = _compat.ShiftingSmoother(
+                self.label_smoother.epsilon, shifts=self.label_positions_are_shifted
+            )
         if self.mesh is None and self.model is not None:
             check_model(self.model)
 
@@ -163,7 +167,7 @@ class EPTrainer(HookedTrainer):
     def count_items(self, batches: Sequence[Any], device: torch.device) -> Tensor | None:
         """Label tokens of these micro-batches, int64 [], of all data shards unless told otherwise.
 
-        None where the loss does not count them.  One all-reduce of a number over data shards.
+        None where the loss does not count them. One all-reduce of a number over data shards.
         """
         if not batches or not self._counts_items(batches[0]):
             return None
@@ -326,7 +330,7 @@ class EPTrainer(HookedTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write an ordinary checkpoint that plain transformers loads.  Every rank must call it."""
+        """Write an ordinary checkpoint that plain transformers loads. Every rank must call it."""
         if self.mesh is None:
             super().save_model(output_dir, _internal_call=_internal_call)
             return

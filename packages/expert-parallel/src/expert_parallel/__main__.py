@@ -1,4 +1,4 @@
-"""``python -m expert_parallel``: the command ``ep``."""
+"""`python -m expert_parallel`: the command `ep`."""
 
 from expert_parallel.cli import main
 

@@ -12,19 +12,21 @@
 | `GenerationMixin._has_unfinished_sequences` | ranks with different batches stop at different lengths | transformers 5.17, 5.24 |
 | `GenerationMixin._prefill` | the arguments are checked, forwards begin | transformers 5.17, 5.24 |
 | `GenerationMixin._get_static_cache_init_shape` | a rank has some of the key-value heads | transformers 5.17, 5.24 |
+| `_is_hf_initialized` on parameters | which ones have their values | transformers 5.17, 5.24 |
+| `PreTrainedModel._keys_to_ignore_on_save`, `._hf_peft_config_loaded` | what is not saved, and what can't be | transformers 5.17, 5.24 |
+| `PreTrainedModel._from_config`, `_BaseAutoModelClass._model_mapping` | the model of a config, on the meta device | transformers 5.17, 5.24 |
 | `utils.hub.convert_file_size_to_int` | what "5GB" means there | transformers 5.17, 5.24 |
-| `placement_types._StridedShard` | packed weights | torch 2.11 to 2.13 |
 | `utils._pytree.tree_map_only`, `Tensor._make_wrapper_subclass` | a tensor whose values are not in memory | torch 2.11 to 2.13 |
 
 [Note: patching for one call]
 The functions are replaced while a sharded load is running, and act differently only in the
-context (`ContextVar`) of that load: a plain ``from_pretrained`` in another thread is not touched.
+context (`ContextVar`) of that load: a plain `from_pretrained` in another thread is not touched.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -32,7 +34,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.core_model_loading import revert_weight_conversion
@@ -43,13 +44,18 @@ from transformers.utils.hub import convert_file_size_to_int as bytes_of_size
 
 __all__ = [
     "Loader",
-    "StridedShard",
+    "auto_class_knows",
     "bytes_of_size",
     "forget_conversions",
+    "from_config",
     "generation_overrides",
+    "holds_adapters",
     "init_module",
+    "is_initialized",
     "loading_through",
     "make_wrapper_subclass",
+    "mark_initialized",
+    "names_not_saved",
     "quiet",
     "revert_weight_conversion",
     "tree_map_only",
@@ -59,7 +65,7 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
 class Loader(Protocol):
-    """What a sharded load does at each point of transformers' ``from_pretrained``."""
+    """What a sharded load does at each point of transformers' `from_pretrained`."""
 
     device: torch.device
 
@@ -76,13 +82,13 @@ class Loader(Protocol):
         """Apply a function that works on each index of the first dimension by itself."""
 
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Read what this rank holds of ``value``; give back what replaces the parameter."""
+        """Read what this rank holds of `value`; give back what replaces the parameter."""
 
     def finish(self, load: Callable[[], Any]) -> Any:
-        """Run ``load``, wait for all reads, and raise on every rank if one failed."""
+        """Run `load`, wait for all reads, and raise on every rank if one failed."""
 
     def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
-        """Initialize what no file held; ``rest`` is transformers' way, for plain tensors."""
+        """Initialize what no file held; `rest` is transformers' way, for plain tensors."""
 
 
 _active: ContextVar[Loader | None] = ContextVar("expert_parallel_loader", default=None)
@@ -93,7 +99,7 @@ _patches = ExitStack()
 
 @contextmanager
 def loading_through(loader: Loader) -> Iterator[None]:
-    """Let ``loader`` take part in every ``from_pretrained`` of this context."""
+    """Let `loader` take part in every `from_pretrained` of this context."""
     global _depth
     with _lock:
         if _depth == 0:
@@ -118,7 +124,7 @@ def generation_overrides(
     static_cache_shape: Callable[[], Any] | None = None,
     before_first: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Replace steps of ``generate`` for one call.
+    """Replace steps of `generate` for one call.
 
     Args:
         model: the model that generates.
@@ -169,6 +175,37 @@ def forget_conversions(model: PreTrainedModel) -> None:
     """
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions
+
+
+def mark_initialized(parameter: torch.Tensor) -> None:
+    """Keep transformers from initializing a parameter."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def is_initialized(parameter: torch.Tensor) -> bool:
+    """Whether a parameter was loaded or initialized."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def holds_adapters(model: nn.Module) -> bool:
+    """Whether adapters were added to the model, not by wrapping it."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def names_not_saved(model: nn.Module) -> Sequence[str]:
+    """Names in the state dict that the family's checkpoints don't have."""
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def from_config(architecture: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A model of just that class."""
+    model: PreTrainedModel = architecture._from_config(config)
+    return model
+
+
+def auto_class_knows(auto: Any, config: Any) -> bool:
+    """Whether an Auto class has a model for a config."""
+    return type(config) in auto._model_mapping
 
 
 def init_module(model: PreTrainedModel, module: nn.Module) -> None:
@@ -265,7 +302,7 @@ def _set_parameter(original: Callable[..., None]) -> Callable[..., None]:
             loading_info.mismatched_keys.add((name, value.shape, old.shape))
             return
         new = loader.write(old, value)
-        new._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(new)
         setattr(module, leaf, new)
 
     return set_parameter

@@ -37,9 +37,9 @@ def all_or_none(what: str) -> Iterator[None]:
 def raise_together(
     error: BaseException | None, what: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raise ``error`` here and `OtherRankError` elsewhere, or nothing if no rank has one.
+    """Raise `error` here and `OtherRankError` elsewhere, or nothing if no rank has one.
 
-    Every rank of ``group`` (None: the world) must call.
+    Every rank of `group` (None: the world) must call.
     """
     if dist.is_initialized():
         mine = None if error is None else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Boxes: parts of tensors as index arithmetic, with no process group and no data.
 
 A *box* is a part of a tensor: for each dimension the half-open intervals of indices in it,
-ascending and disjoint.  A rank's local tensor is its box with the intervals of each dimension
+ascending and disjoint. A rank's local tensor is its box with the intervals of each dimension
 put side by side: one interval for an ordinary shard, one per block for a packed weight.
 """
 
@@ -12,33 +12,35 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from ep_plans.sharding import cut_ranges
+
 Interval = tuple[int, int]
 Box = tuple[tuple[Interval, ...], ...]
 
 
-class Cut(NamedTuple):
-    """One cut of a dimension, in the sense of ``torch.chunk``: the last parts may be short or empty.
+class Part(NamedTuple):
+    """One of the parts that a dimension is cut into, by the rule of `ep_plans.sharding.cut_ranges`.
 
     Attributes:
         dim: the dimension.
         parts: how many parts.
-        part: which of them.
+        place: which of them.
         packs: equal blocks that are each cut by itself; 1 for an ordinary weight.
     """
 
     dim: int
     parts: int
-    part: int
+    place: int
     packs: int = 1
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor of ``shape``."""
+    """All of a tensor of `shape`."""
     return tuple(((0, size),) if size else () for size in shape)
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of the tensor that holds ``box``."""
+    """The shape of the tensor that holds `box`."""
     return tuple(length(intervals) for intervals in box)
 
 
@@ -53,7 +55,7 @@ def numel(box: Box) -> int:
 
 
 def shifted(intervals: Sequence[Interval], by: int) -> tuple[Interval, ...]:
-    """The intervals moved by ``by``."""
+    """The intervals moved by `by`."""
     return tuple((start + by, end + by) for start, end in intervals)
 
 
@@ -90,7 +92,7 @@ def intersection(first: Box, second: Box) -> Box:
 
 
 def positions(inner: Box, outer: Box) -> Box:
-    """Where ``inner``, a part of ``outer``, lies in the local tensor of ``outer``."""
+    """Where `inner`, a part of `outer`, lies in the local tensor of `outer`."""
     return tuple(
         tuple(_locate(interval, intervals) for interval in part)
         for part, intervals in zip(inner, outer, strict=True)
@@ -106,11 +108,8 @@ def _locate(interval: Interval, intervals: Sequence[Interval]) -> Interval:
     raise ValueError(f"{interval} is not inside {tuple(intervals)}")
 
 
-def chunk(intervals: Sequence[Interval], count: int, index: int) -> tuple[Interval, ...]:
-    """The ``index``-th of ``count`` chunks, in the sense of ``torch.chunk`` (the last are short)."""
-    total = length(intervals)
-    size = -(-total // count)
-    low, high = min(index * size, total), min((index + 1) * size, total)
+def _at(intervals: Sequence[Interval], low: int, high: int) -> tuple[Interval, ...]:
+    """The indices at the positions [low, high) among those that the intervals hold."""
     kept, position = [], 0
     for start, end in intervals:
         first, last = max(low, position), min(high, position + end - start)
@@ -120,12 +119,10 @@ def chunk(intervals: Sequence[Interval], count: int, index: int) -> tuple[Interv
     return tuple(kept)
 
 
-def local_box(shape: Sequence[int], cuts: Sequence[Cut]) -> Box:
-    """What is left of a tensor of ``shape`` after the cuts, in their order."""
+def local_box(shape: Sequence[int], parts: Sequence[Part]) -> Box:
+    """What is left of a tensor of `shape` when each part in turn is taken of the one before."""
     box: list[tuple[Interval, ...]] = list(whole_box(shape))
-    for cut in cuts:
-        blocks = [chunk(box[cut.dim], cut.packs, i) for i in range(cut.packs)]
-        box[cut.dim] = tuple(
-            interval for block in blocks for interval in chunk(block, cut.parts, cut.part)
-        )
+    for dim, count, place, packs in parts:
+        ranges = cut_ranges(length(box[dim]), count, place, packs)
+        box[dim] = tuple(interval for low, high in ranges for interval in _at(box[dim], low, high))
     return tuple(box)

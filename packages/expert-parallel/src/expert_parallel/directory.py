@@ -2,10 +2,10 @@
 
 [Note: how a directory is replaced]
 The new checkpoint is written into a directory beside the old one, other files of the old one (a
-tokenizer) are linked into it, and the two exchange names in one step (``renameat2`` on Linux;
-elsewhere two renames, and the old one lies beside in between).  Then what else the old one had,
-sub-directories too, moves over, and the rest of it is removed.  An interruption leaves the old
-checkpoint, or the new one, whole under the name, and perhaps a directory ``.name.saving-...``.
+tokenizer) are linked into it, and the two exchange names in one step (`renameat2` on Linux;
+elsewhere two renames, and the old one lies beside in between). Then what else the old one had,
+sub-directories too, moves over, and the rest of it is removed. An interruption leaves the old
+checkpoint, or the new one, whole under the name, and perhaps a directory `.name.saving-...`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """Give an empty directory beside ``path``; at the end of the body it becomes ``path``.
+    """Give an empty directory beside `path`; at the end of the body it becomes `path`.
 
-    If the body raises, the new directory is removed and ``path`` is as it was.
+    If the body raises, the new directory is removed and `path` is as it was.
 
     Raises:
-        NotADirectoryError: ``path`` is a file.
+        NotADirectoryError: `path` is a file.
         OSError: the directory beside can't be made or moved.
     """
     path = path.resolve()

@@ -17,7 +17,7 @@ class GatheredTensor(Node):
     """A parameter, or buffer, of which each rank holds a box.
 
     Reading is collective: every rank reads the same boxes of the same tensors in the same order,
-    the root into real memory and the others into meta tensors.  A part goes from one rank that
+    the root into real memory and the others into meta tensors. A part goes from one rank that
     holds it straight to the root; copies are not sent.
     """
 
@@ -54,7 +54,7 @@ class GatheredTensor(Node):
 
 
 def gathered(tensor: torch.Tensor) -> LazyTensor:
-    """A lazy tensor over the parts of ``tensor``."""
+    """A lazy tensor over the parts of `tensor`."""
     return LazyTensor(GatheredTensor(tensor))
 
 

@@ -1,13 +1,13 @@
 """`generate` for all ranks together.
 
 [Note: how many forwards a rank runs]
-A forward communicates, so ranks whose batches differ must run equally many.  Before each step all
-ranks of a replica add up how many are still generating.  A rank that has finished stays in that
+A forward communicates, so ranks whose batches differ must run equally many. Before each step all
+ranks of a replica add up how many are still generating. A rank that has finished stays in that
 count and runs a forward of one token, without a cache, for each step that others take; it gives
-back what it had when it finished.  Ranks that are still generating never wait for the sum.
+back what it had when it finished. Ranks that are still generating never wait for the sum.
 
 [Note: one batch, one text]
-The ranks of a TP group compute the same logits.  They also get the same random numbers, the same
+The ranks of a TP group compute the same logits. They also get the same random numbers, the same
 scores, and the same answer from criteria that look at a clock: those of their first rank.
 """
 
@@ -37,7 +37,7 @@ from expert_parallel.agreement import raise_together
 
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """``model.generate`` of transformers, in any layout; every rank must call.
+    """`model.generate` of transformers, in any layout; every rank must call.
 
     Ranks of a TP group must give the same inputs, and get the same tokens, sampled ones too.
     Ranks with different batches may give prompts of different lengths and counts, and get texts of
@@ -46,11 +46,11 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     Raises:
         OtherRankError: another rank of this replica refused its arguments.
         ValueError: the arguments make ranks with different batches run different numbers of
-            forwards before the first token, or per step (``prefill_chunk_size``, assisted and
+            forwards before the first token, or per step (`prefill_chunk_size`, assisted and
             prompt-lookup decoding).
 
-    Costs, beside the forwards: with ``tp_size > 1`` a broadcast of the scores [B, vocabulary] per
-    token; with ``fsdp_size > 1`` a one-number all-reduce per token.
+    Costs, beside the forwards: with `tp_size > 1` a broadcast of the scores [B, vocabulary] per
+    token; with `fsdp_size > 1` a one-number all-reduce per token.
     """
     state = ep_plans.parallel_state(model)
     plain: Callable[..., Any] = type(model).generate.__get__(model)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ each other, copies agree, and the values don't depend on the layout or the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from expert_parallel.shards import box_of, home_of, replacement
 def initialize(model: nn.Module, seed: int = 0) -> None:
     """Give a model that was sharded on the meta device memory and initial values.
 
-    The values depend on ``seed`` alone, not on the layout.  A transformers model is initialized by
-    its family's rule, another module by its parts' ``reset_parameters``.  Every rank must call.
+    The values depend on `seed` alone, not on the layout. A transformers model is initialized by
+    its family's rule, another module by its parts' `reset_parameters`, which has to fill their
+    buffers too. Every rank must call.
 
     Raises:
         ValueError: the model was not sharded, or some of its parameters have values already.
-        TypeError: a module has parameters and neither rule.
+        TypeError: a module has parameters and neither rule, or a buffer that its rule leaves unfilled.
 
     Memory: the whole of one module's own parameters at a time, in host memory.
     """
@@ -37,17 +38,39 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
         raise ValueError("initialize() takes a model that parallelize() sharded.")
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("initialize() takes a model on the meta device; this one has values.")
-    _leave_meta(model, state.mesh.device, offload=state.config.fsdp_cpu_offload)
+    unfilled = _leave_meta(model, state.mesh.device, offload=state.config.fsdp_cpu_offload)
     with torch.random.fork_rng(), torch.no_grad():
         _initialize_all(model, seed)
-        if isinstance(model, PreTrainedModel):
-            model.initialize_weights()  # buffers: the parameters have their mark
+        for family in _families(model):
+            family.initialize_weights()  # buffers: the parameters have their mark
+    _check_filled(model, unfilled)
+
+
+def _families(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """The outermost transformers models."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _families(child)
+
+
+def _check_filled(model: nn.Module, unfilled: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    """Each of these buffers, given with its version, was written since or replaced."""
+    for name, (buffer, version) in unfilled.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if getattr(module, leaf) is buffer and buffer._version == version and buffer.numel():
+            raise TypeError(
+                f"The buffer {name} was on the meta device, and nothing in {type(module).__name__} gives "
+                "it values: fill it in reset_parameters(), or build the model off the meta device."
+            )
 
 
 def initialize_missing(model: PreTrainedModel, rest: Callable[[], None]) -> None:
-    """Initialize the parameters that loading did not mark, then let ``rest`` do buffers.
+    """Initialize the parameters that loading did not mark, then let `rest` do buffers.
 
-    The seed is drawn on rank 0; every rank must call.  Memory: one module's whole parameters.
+    The seed is drawn on rank 0; every rank must call. Memory: one module's whole parameters.
     """
     with torch.random.fork_rng(), torch.no_grad():
         _initialize_all(model, _shared_seed())
@@ -61,10 +84,13 @@ def _shared_seed() -> int:
     return seed[0]
 
 
-def _leave_meta(model: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Replace meta tensors by empty ones, tied ones by the same."""
+def _leave_meta(
+    model: nn.Module, device: torch.device, *, offload: bool
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """Replace meta tensors by empty ones, tied ones by the same; give the buffers and versions."""
+    buffers: dict[str, tuple[torch.Tensor, int]] = {}
     made: dict[nn.Parameter, torch.Tensor] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -75,7 +101,10 @@ def _leave_meta(model: nn.Module, device: torch.device, *, offload: bool) -> Non
             setattr(module, name, made[parameter])
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device=device))
+                empty = torch.empty_like(buffer, device=device)
+                setattr(module, name, empty)
+                buffers[f"{path}.{name}".lstrip(".")] = (empty, empty._version)
+    return buffers
 
 
 def _initialize_all(model: nn.Module, seed: int) -> None:
@@ -85,7 +114,7 @@ def _initialize_all(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed + index)
         drawn += _initialize_module(owner, module)
     for parameter in drawn:
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        _compat.mark_initialized(parameter)
 
 
 def _in_order(owner: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -99,9 +128,9 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
     missing = {
         name: parameter
         for name, parameter in module.named_parameters(recurse=False)
-        if not getattr(parameter, "_is_hf_initialized", False)
+        if not _compat.is_initialized(parameter)
     }
-    if not missing:
+    if not missing and not _has_rule_for_buffers(owner, module):
         return []
     try:
         for name, parameter in missing.items():
@@ -116,6 +145,13 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
     finally:
         module._parameters.update(missing)
     return list(missing.values())
+
+
+def _has_rule_for_buffers(owner: nn.Module, module: nn.Module) -> bool:
+    """Whether a module without parameters fills buffers of its own; a family's rule comes last."""
+    has_buffers = next(module.buffers(recurse=False), None) is not None
+    has_rule = callable(getattr(module, "reset_parameters", None))
+    return has_buffers and has_rule and not isinstance(owner, PreTrainedModel)
 
 
 def _draw(owner: nn.Module, module: nn.Module) -> None:

@@ -1,12 +1,12 @@
 """`LazyTensor`: a tensor that is read when, and as far as, somebody needs it.
 
 Weight conversions of transformers (stack the experts, cut a fused projection, transpose) are
-written for whole tensors.  Run on lazy ones they move no data: each result remembers how it came
-about.  Reading a box of a result then reads only the boxes of the sources that end up in it.
+written for whole tensors. Run on lazy ones they move no data: each result remembers how it came
+about. Reading a box of a result then reads only the boxes of the sources that end up in it.
 
 [Note: what reading costs]
 Stacking, concatenating, slicing, splitting and permuting pass a box on exactly, and a view passes
-on the dimensions that it leaves alone.  Any other operation (arithmetic, such as a dequantization)
+on the dimensions that it leaves alone. Any other operation (arithmetic, such as a dequantization)
 is computed from all of its inputs at the time of reading: right, and dearer.
 """
 
@@ -37,7 +37,7 @@ _PIECE = 64 << 20  # bytes that a function of rows makes at once
 class Node:
     """How a lazy tensor comes about.
 
-    ``read(box, out)`` fills ``out``, whose shape is `lengths` of the box.  With ``out`` on the
+    `read(box, out)` fills `out`, whose shape is `lengths` of the box. With `out` on the
     meta device it goes the same way without data: sources that communicate take part.
     """
 
@@ -46,7 +46,7 @@ class Node:
         self.dtype = dtype
 
     def read(self, box: Box, out: torch.Tensor) -> None:
-        """Fill ``out`` with the box; casts to its dtype."""
+        """Fill `out` with the box; casts to its dtype."""
         raise NotImplementedError
 
     def whole(self, device: torch.device) -> torch.Tensor:
@@ -107,7 +107,7 @@ class _Stacked(Node):
 
 
 class _Sliced(Node):
-    """A range of a dimension; ``drop`` selects its one index and removes the dimension."""
+    """A range of a dimension; `drop` selects its one index and removes the dimension."""
 
     def __init__(self, child: Node, dim: int, start: int, size: int, drop: bool = False) -> None:
         shape = list(child.shape)
@@ -238,7 +238,7 @@ def _rows(node: Node, rows: tuple[Interval, ...], device: torch.device) -> torch
 
 
 def by_row(function: Callable[..., torch.Tensor], *tensors: LazyTensor) -> LazyTensor:
-    """``function(*tensors)`` of one that works on each index of the first dimension by itself.
+    """`function(*tensors)` of one that works on each index of the first dimension by itself.
 
     Reading some rows of the result then reads these rows of the inputs.
     """
@@ -246,13 +246,13 @@ def by_row(function: Callable[..., torch.Tensor], *tensors: LazyTensor) -> LazyT
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor whose values are a `Node`'s.  Shape and dtype are known; data is not in memory."""
+    """A tensor whose values are a `Node`'s. Shape and dtype are known; data is not in memory."""
 
     node: Node
 
     @staticmethod
     def __new__(cls, node: Node, strides: Sequence[int] | None = None) -> Self:
-        """Stand for what ``node`` makes; strides as a view's would be, None: contiguous."""
+        """Stand for what `node` makes; strides as a view's would be, None: contiguous."""
         made: Self = make_wrapper_subclass(
             cls, node.shape, strides=strides, dtype=node.dtype, device=torch.device("cpu")
         )
@@ -263,7 +263,7 @@ class LazyTensor(torch.Tensor):
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def read(self, box: Box, out: torch.Tensor) -> None:
-        """Fill ``out`` with the box, cast to its dtype, on its device."""
+        """Fill `out` with the box, cast to its dtype, on its device."""
         if numel(box):
             self.node.read(box, out)
 

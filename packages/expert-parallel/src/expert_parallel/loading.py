@@ -3,23 +3,26 @@
 [Note: what happens when]
 1. transformers builds the model on the meta device and asks us to distribute it: its parameters
    become sharded DTensors, still without data.
-2. It runs the family's weight conversions.  Each tensor of the checkpoint is a `LazyTensor`, so
+2. It runs the family's weight conversions. Each tensor of the checkpoint is a `LazyTensor`, so
    nothing is read yet and every rank sees whole shapes: reports are the same everywhere.
 3. Where it sets a parameter, the box that this rank holds is read from the files into it.
-So the memory of a rank grows by its shards, and by what is being copied at the moment.
+What that holds in memory is told in `expert_parallel.reading`.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans import check_stages
 from expert_parallel import _compat
 from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
 from expert_parallel.boxes import lengths
@@ -48,14 +51,15 @@ def load(
     experts_implementation: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``from_pretrained`` so that each rank reads its shards; every rank must call.
+    """Call `from_pretrained` so that each rank reads its shards; every rank must call.
 
     Raises:
         OtherRankError: another rank could not load.
         ValueError: the config does not fit the model or the number of processes, a file can't be
-            read in parts, or an argument contradicts ``distributed_config``.
+            read in parts, or an argument contradicts `distributed_config`.
     """
     config = as_config(distributed_config)
+    check_stages(config)
     for name in ("device_map", "tp_plan", "tp_size", "device_mesh"):
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -73,18 +77,35 @@ def load(
     except OtherRankError:
         raise
     except Exception as error:
+        named = _naming_the_file(error, path, loader.files)
         if not loader.agreed:  # the others wait to hear how building, or reading, went here
-            raise_together(error, _READING)
-        raise
+            raise_together(named, _READING)
+        if named is error:
+            raise
+        raise named from error
     if loader.dequantizes and loader.model is not None:
         _compat.forget_conversions(loader.model)
     return loaded
 
 
+def _naming_the_file(error: Exception, path: Any, files: Sequence[str]) -> Exception:
+    """The error, and which file it is about where it doesn't say."""
+    if isinstance(error, json.JSONDecodeError):  # the config's broken JSON is another error
+        return OSError(f"The index of the checkpoint files in {path} is not JSON: {error}.")
+    if isinstance(error, SafetensorError):
+        for file in files:
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError as broken:
+                return OSError(f"{file} is no whole safetensors file: {broken}.")
+    return error
+
+
 def _select_implementation(
     config: DistributedConfig, experts: str
 ) -> tuple[DistributedConfig, str | None]:
-    """``deepgemm_megamoe`` names how experts compute and how tokens reach them: both at once."""
+    """`deepgemm_megamoe` names how experts compute and how tokens reach them: both at once."""
     mega = "deepgemm_megamoe"
     if experts == mega:
         if config.ep_size == 1:
@@ -140,9 +161,11 @@ class _Loader:
         self.dequantizes = False
         self.agreed = False
         self.readers: Readers | None = None
+        self.files: Sequence[str] = ()
 
     def check_files(self, files: list[str] | None) -> None:
-        for file in files or ():
+        self.files = files or ()
+        for file in self.files:
             if not file.endswith(".safetensors"):
                 raise ValueError(
                     f"{file} can't be read in parts, so every rank would read all of it. Convert "
@@ -152,8 +175,9 @@ class _Loader:
                 )
 
     def distribute(self, model: PreTrainedModel) -> PreTrainedModel:
-        raise_together(None, "Building the model")  # sharding communicates
         _check_dequantized(model)
+        # Sharding communicates: hear first of a rank that could not read the config or find files.
+        raise_together(None, _READING)
         self.dequantizes = bool(getattr(model, "is_quantized", False))
         shard_model(model, self.mesh, self.config, own_experts=self.own_experts)
         self.model = model

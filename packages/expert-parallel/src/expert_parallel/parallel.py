@@ -32,27 +32,28 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | Any) -> ModelT:
-    """Shard ``model`` in place over the running processes; every rank must call.
+    """Shard `model` in place over the running processes; every rank must call.
 
-    Starts ``torch.distributed`` if nobody did.  A built model must hold the same values on every
-    rank (the same seed, or the same file); each keeps its part, on its own device.  Parameters on
-    the meta device stay there: `initialize` gives them values, or ``load_state_dict`` does.
+    Starts `torch.distributed` if nobody did. A built model must hold the same values on every
+    rank (the same seed, or the same file); each keeps its part, on its own device, to which no
+    more than that part is moved. Parameters on the meta device stay there: `initialize` gives them values, or `load_state_dict` does.
 
     Args:
         model: any module; a transformers model brings its plans.
         config: a `DistributedConfig`, a dict of its fields, or native transformers' object.
 
     Returns:
-        The same model; ``save_pretrained`` and ``generate`` of a transformers model now work for
+        The same model; `save_pretrained` and `generate` of a transformers model now work for
         all ranks together.
 
     Raises:
-        ValueError: the config does not fit the model or the number of processes; nothing is
-            changed then.
+        ValueError: the config does not fit the model, the number of processes or this machine;
+            nothing is cut or moved then.
 
     Costs one small all-gather.
     """
     resolved = as_config(config)
+    ep_plans.check_stages(resolved)
     mesh = ParallelMesh(resolved.layout)
     shard_model(model, mesh, resolved, own_experts=True)
     return model
@@ -61,20 +62,18 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
 def shard_model(
     model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, *, own_experts: bool
 ) -> None:
-    """Apply the plans of ``config`` and install the methods.
+    """Apply the plans of `config` and install the methods.
 
     Args:
         model: built or on the meta device.
         mesh: the meshes of the config's layout.
         config: what to do.
-        own_experts: compute experts by ``ep_kernels`` where it understands them; else by the
+        own_experts: compute experts by `ep_kernels` where it understands them; else by the
             module's own forward, whose implementation the model's config names.
     """
     make: Callable[[nn.Module], ExpertsForward] = (
         module_experts_forward if own_experts else _module_forward
     )
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(mesh.device)
     ep_plans.parallelize(model, mesh, config, experts_forward=make)
     if isinstance(model, PreTrainedModel):
         # On the object: FSDP2 and PEFT change or wrap the class.

@@ -1,4 +1,11 @@
-"""Reading a checkpoint: the boxes that a rank needs, straight into its own memory."""
+"""Reading a checkpoint: the boxes that a rank needs, straight into its own memory.
+
+[Note: what loading holds in memory]
+A rank holds its shards, from the first read on. Files are mapped: what is copied out of them passes
+through the page cache, at most a piece (64 MiB, or one row of a tensor where that is more) at a time
+and thread. Only a conversion that computes (a dequantization by other than rows) holds its whole
+inputs meanwhile, for one tensor per thread.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +20,12 @@ import torch
 from expert_parallel.boxes import Box, Interval, pieces
 from expert_parallel.lazy import LazyTensor, Node, block
 
-_PIECE = 64 << 20  # bytes read at once: what a reader holds beside the shards
+_PIECE = 64 << 20  # bytes read at once
 _READERS = 4
 
 
 class Slice(Protocol):
-    """A tensor in a file that indexing reads, such as safetensors' ``get_slice`` gives."""
+    """A tensor in a file that indexing reads, such as safetensors' `get_slice` gives."""
 
     def get_shape(self) -> list[int]:
         """The tensor's shape."""
@@ -100,7 +107,7 @@ class Readers:
         self._jobs: list[Future[None]] = []
 
     def fill(self, out: torch.Tensor, source: LazyTensor, box: Box) -> None:
-        """Read a box of ``source`` into ``out``, some time before `finish` returns."""
+        """Read a box of `source` into `out`, some time before `finish` returns."""
         self._jobs.append(self._pool.submit(_fill, out, source, box))
 
     def finish(self) -> None:

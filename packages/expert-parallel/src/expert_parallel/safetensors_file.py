@@ -66,7 +66,7 @@ def layout(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def row_pieces(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the first dimension of at most ``limit`` bytes (at least one row each)."""
+    """Ranges of the first dimension of at most `limit` bytes (at least one row each)."""
     row = itemsize
     for size in shape[1:]:
         row *= size

@@ -2,9 +2,9 @@
 
 [Note: what is in memory]
 The state dict becomes lazy tensors over the ranks' parts, and transformers' reverse conversion
-runs on those: it decides which tensors the files hold, and moves nothing.  The first rank then
+runs on those: it decides which tensors the files hold, and moves nothing. The first rank then
 writes one tensor after the other, in pieces: of each piece it asks the ranks that hold it for
-just their parts.  So no rank ever holds more than one piece beside its shards.
+just their parts. So no rank ever holds more than one piece beside its shards.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def save_pretrained(
 ) -> None:
     """Save a sharded model as a checkpoint that plain transformers loads; every rank must call.
 
-    The first rank writes: safetensors files of at most ``max_shard_size`` with an index, tied
-    weights and copied key-value heads once, the config and the generation config.  The
+    The first rank writes: safetensors files of at most `max_shard_size` with an index, tied
+    weights and copied key-value heads once, the config and the generation config. The
     directory is replaced at once, at the end: see `expert_parallel.directory`.
 
     Args:
@@ -61,9 +61,9 @@ def save_pretrained(
         RuntimeError: transformers' reverse conversion would lose tensors.
 
     Costs as many point-to-point messages as tensors have parts on other ranks; the memory of one
-    piece (256 MiB, or ``max_shard_size`` if that is smaller) on the first rank and on its device.
+    piece (256 MiB, or `max_shard_size` if that is smaller) on the first rank and on its device.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if _compat.holds_adapters(model):
         raise ValueError(
             "This model holds adapters. Save it through PEFT (the PeftModel's own "
             "save_pretrained), or merge them first."
@@ -117,7 +117,7 @@ def _file_tensors(model: nn.Module, *, original: bool) -> dict[str, LazyTensor]:
 def _untied(model: nn.Module) -> dict[str, LazyTensor]:
     """The state dict with each tied weight once, under the name that loading expects."""
     state: Mapping[str, Any] = model.state_dict(keep_vars=True)
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = _compat.names_not_saved(model)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     first: dict[int, str] = {}
     kept: dict[str, LazyTensor] = {}
@@ -133,7 +133,7 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
 
 
 def _write_file(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
-    """Gather and write one file; ``path`` is None on ranks that only send."""
+    """Gather and write one file; `path` is None on ranks that only send."""
     device = torch.device("meta" if path is None else "cpu")
     error: Exception | None = None
     with ExitStack() as stack:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from ep_plans.sharding import DATA_AXES
-from expert_parallel._compat import StridedShard
-from expert_parallel.boxes import Box, Cut, lengths, local_box, whole_box
+from ep_plans.sharding import DATA_AXES, dim_and_packs
+from expert_parallel.boxes import Box, Part, lengths, local_box, whole_box
 
 
 def box_of(tensor: torch.Tensor) -> Box:
@@ -50,22 +49,21 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     """Model axes cut first, then data axes (FSDP) what is left, whatever their order in the mesh."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    model: list[Cut] = []
-    data: list[Cut] = []
+    model: list[Part] = []
+    data: list[Part] = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
-        if not isinstance(placement, (Shard, StridedShard)):
-            raise ValueError(f"A parameter placed {placement} is neither sharded nor replicated.")
         by_fsdp = names[axis] in DATA_AXES
-        packs = 1 if by_fsdp else getattr(placement, "split_factor", 1)
-        cut = Cut(placement.dim % tensor.ndim, mesh.size(axis), coordinate[axis], packs)
-        (data if by_fsdp else model).append(cut)
+        dim, packs = dim_and_packs(placement, tensor.ndim)
+        # FSDP2 notes the order of its cut in the same kind of placement; it packs nothing.
+        part = Part(dim, mesh.size(axis), coordinate[axis], 1 if by_fsdp else packs)
+        (data if by_fsdp else model).append(part)
     return local_box(tensor.shape, [*model, *data])
 
 
 def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A parameter, or buffer, like ``old`` with other local values; hooks and marks are kept."""
+    """A parameter, or buffer, like `old` with other local values; hooks and marks are kept."""
     new: torch.Tensor = local
     if isinstance(old, DTensor):
         new = DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Run functions on several gloo ranks from a pytest test: the ``ranks`` fixture."""
+"""Run functions on several gloo ranks from a pytest test: the `ranks` fixture."""
 
 from ep_testing.pool import RankError, RankPool
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: the ``ranks`` fixture, ``--all-layouts`` and a time limit for each test."""
+"""The pytest plugin: the `ranks` fixture, `--all-layouts` and a time limit for each test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _stderr: int = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--all-layouts`` and the ini values ``time_limit`` and ``ranks_preload``."""
+    """Add `--all-layouts` and the ini values `time_limit` and `ranks_preload`."""
     global _stderr
     _stderr = os.dup(2)  # pytest's capture has not begun yet
     parser.addoption(
@@ -39,13 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def all_layouts(pytestconfig: pytest.Config) -> bool:
-    """Whether ``--all-layouts`` was given."""
+    """Whether `--all-layouts` was given."""
     return bool(pytestconfig.getoption("--all-layouts"))
 
 
 @pytest.fixture(scope="module")
 def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """Gloo ranks: ``ranks.run(fn, *args, world=8, timeout=60)`` calls ``fn(rank, *args)`` on each.
+    """Gloo ranks: `ranks.run(fn, *args, world=8, timeout=60)` calls `fn(rank, *args)` on each.
 
     They are forked anew for each test module, since every mesh leaves threads and sockets
     behind; the server they are forked from lives as long as pytest.

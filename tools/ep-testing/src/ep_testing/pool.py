@@ -1,7 +1,7 @@
 """A pool of gloo ranks for tests: processes that are started once and called many times.
 
-The ranks are forked from one warm server (Python's ``forkserver``) that has imported torch,
-so starting eight takes tenths of a second and a call takes milliseconds.  A rank that fails
+The ranks are forked from one warm server (Python's `forkserver`) that has imported torch,
+so starting eight takes tenths of a second and a call takes milliseconds. A rank that fails
 leaves its peers waiting in a collective, so after any failure the whole world is killed and
 the next call forks a new one.
 """
@@ -60,9 +60,9 @@ class RankPool:
     """Worlds of 1 to 8 ranks, each started at its first use and kept.
 
     Args:
-        preload: modules that the server imports once, before any rank is forked.  The server
+        preload: modules that the server imports once, before any rank is forked. The server
             lives as long as the process, so the first pool's list counts.
-        timeout: seconds that a call may take unless ``run`` says otherwise.
+        timeout: seconds that a call may take unless `run` says otherwise.
     """
 
     def __init__(self, preload: Sequence[str] | None = None, timeout: float = 60.0) -> None:
@@ -78,15 +78,15 @@ class RankPool:
         world: int = MAX_WORLD,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``fn(rank, *args)`` on ranks 0 to ``world - 1`` and return their results in order.
+        """Call `fn(rank, *args)` on ranks 0 to `world - 1` and return their results in order.
 
-        ``torch.distributed`` is initialised with gloo for exactly these ranks, one thread each,
-        seeds set to 0.  ``fn`` may be a closure or a function of a test module.  State that
-        ``fn`` leaves in a process stays there until the pool is closed or a call fails.
+        `torch.distributed` is initialised with gloo for exactly these ranks, one thread each,
+        seeds set to 0. `fn` may be a closure or a function of a test module. State that
+        `fn` leaves in a process stays there until the pool is closed or a call fails.
 
         Raises:
             RankError: a rank raised or died (known within about two seconds, whatever the
-                others do) or one has not answered after ``timeout`` seconds.
+                others do) or one has not answered after `timeout` seconds.
         """
         __tracebackhide__ = True  # pytest then shows the caller's line and the ranks' tracebacks
         if not 1 <= world <= MAX_WORLD:
@@ -105,7 +105,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End every rank.  The pool can be used again and then starts new ones."""
+        """End every rank. The pool can be used again and then starts new ones."""
         while self._worlds:
             self._worlds.popitem()[1].kill()
 

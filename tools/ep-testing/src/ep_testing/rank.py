@@ -25,10 +25,10 @@ GROUP_TIMEOUT = dt.timedelta(minutes=10)
 
 
 def serve(rank: int, world: int, folder: str, conn: Connection) -> None:
-    """Serve calls from ``conn`` until the process at its other end closes it or ends.
+    """Serve calls from `conn` until the process at its other end closes it or ends.
 
-    A message is a cloudpickled ``(fn, args)``; the answer is ``("ok", value, open_files)`` or
-    ``("error", traceback, open_files)``, pickled by value so that it needs no shared memory.
+    A message is a cloudpickled `(fn, args)`; the answer is `("ok", value, open_files)` or
+    `("error", traceback, open_files)`, pickled by value so that it needs no shared memory.
     """
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the ranks
@@ -43,7 +43,7 @@ def serve(rank: int, world: int, folder: str, conn: Connection) -> None:
 
 
 def _answer(fn: Callable[..., Any], *args: Any) -> bytes:
-    """What ``fn`` returns or raises, ready to be sent."""
+    """What `fn` returns or raises, ready to be sent."""
     try:
         answer: bytes = cloudpickle.dumps(("ok", fn(*args), _open_files()))
     except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes are told too)

@@ -21,7 +21,7 @@ from ep_plans.styles.plain import (
     SequenceSlices,
 )
 
-__all__ = ["FSDP_STYLES", "STYLES", "Context", "Scope", "Style", "register_style"]
+__all__ = ["FSDP_STYLES", "STYLES", "Context", "Replicate", "Scope", "Style", "register_style"]
 
 STYLES: dict[str, Style] = {
     "colwise": Colwise(),

@@ -46,6 +46,7 @@ class Context:
         axis: the axis that the rule works over, "tp" or "ep".
         copies: consecutive ranks that hold the same part of its weight (key-value heads).
         experts_forward: makes the function that runs an experts module.
+        prepared: what the style's `prepare` gave.
     """
 
     mesh: ParallelMesh
@@ -56,6 +57,7 @@ class Context:
     axis: str
     copies: int
     experts_forward: Callable[[nn.Module], ExpertsForward]
+    prepared: Any = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -68,6 +70,19 @@ class Context:
         return self.model.get_submodule(self.name.rpartition(".")[0])
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What the collectives around a module work on in a training step, in elements per token.
+
+    Attributes:
+        reduced: all-reduced, in forward and backward together.
+        gathered: all-gathered, in forward and backward together.
+    """
+
+    reduced: int = 0
+    gathered: int = 0
+
+
 class Style:
     """One way to shard a module's parameters and to run it. Stateless; one object serves all modules.
 
@@ -78,8 +93,16 @@ class Style:
     scope: Scope = Scope.DENSE
     # Tokens travel to the experts: needs global expert ids, works in any layout.
     dispatches: bool = False
+    # Experts that get the ids of a masking router, local ones, and so share one batch.
+    masks: bool = False
     # Each rank sees only a part of the gradients of the module's own uncut parameters.
     partial_gradients: bool = False
+    # Whether a rank's input, and output, is its part of the features; None: rules that feed each
+    # other are not checked.
+    input_in_parts: bool | None = None
+    output_in_parts: bool | None = None
+    # Each rank computes attention heads of its own, copied where there are fewer than ranks.
+    keeps_heads: bool = False
 
     def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
         """The dimension to cut and its packs, or None to leave the parameter whole.
@@ -94,8 +117,27 @@ class Style:
     def check(self, model: nn.Module, name: str) -> None:
         """Raise a ValueError if the style can't work on the module `name` of `model`.
 
-        Called with every rule before anything is changed.
+        Called with every rule before anything is changed; needs no process group.
         """
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """What the module `name` of `model`, not sharded, moves over the rule's axis.
+
+        Args:
+            model: the model.
+            name: the module's path.
+            hidden: the model's hidden size.
+            slots: its experts per token.
+        """
+        return Moved()
+
+    def prepare(self, context: Context) -> Any:
+        """Make what `install` needs, which finds it as `context.prepared`.
+
+        Called with every rule before any parameter is cut: what can't run on this machine or in this
+        layout raises here, on every rank alike.
+        """
+        return None
 
     def install(self, context: Context) -> None:
         """Change how `context.module` runs. Called once, after its parameters are cut."""
@@ -130,6 +172,15 @@ def size_near(model: nn.Module, name: str, module: nn.Module, attribute: str, st
         f"{name}: the style {style!r} needs `{attribute}` on {type(module).__name__} or in the "
         "model's config, and neither has it."
     )
+
+
+def num_experts_of(experts: nn.Module) -> int | None:
+    """The experts that a module holds, from `num_experts` or its first stacked weight."""
+    number = getattr(experts, "num_experts", None)
+    if isinstance(number, int):
+        return number
+    stacked = [p for p in experts.parameters(recurse=False) if p.ndim == 3]
+    return stacked[0].shape[0] if stacked else None
 
 
 def local(tensor: Tensor) -> Tensor:

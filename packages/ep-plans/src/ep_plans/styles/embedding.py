@@ -16,6 +16,7 @@ from ep_dispatch.collectives import (
 from ep_plans.styles.base import (
     Context,
     Forward,
+    Moved,
     Style,
     around_forward,
     attributes,
@@ -37,6 +38,10 @@ class EmbeddingRowwise(Style):
     def check(self, model: nn.Module, name: str) -> None:
         """The vocabulary's size is known."""
         size_of(model.get_submodule(name), "num_embeddings", name, "embedding_rowwise")
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output."""
+        return Moved(reduced=hidden)
 
     def install(self, context: Context) -> None:
         """Look up the local ids, zero the others, sum over the group."""
@@ -75,6 +80,10 @@ class EmbeddingColwise(Style):
     def check(self, model: nn.Module, name: str) -> None:
         """The hidden size is known."""
         size_of(model.get_submodule(name), "embedding_dim", name, "embedding_colwise")
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output."""
+        return Moved(gathered=hidden)
 
     def install(self, context: Context) -> None:
         """Look up the slices, gather them."""

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from ep_dispatch import EPImplementation, EPImplementationInterface
 from ep_dispatch.collectives import copy_to_group, group_rank, group_size, reduce_over_group
-from ep_plans.checks import num_experts_of
 from ep_plans.styles.base import (
     Context,
     Forward,
+    Moved,
     Scope,
     Style,
     around_forward,
     call_arguments,
     local,
     local_parameters,
+    num_experts_of,
     size_near,
 )
 
@@ -46,9 +47,13 @@ class DispatchExperts(Style):
         """The number of experts is known."""
         check_dispatched(model, name)
 
+    def prepare(self, context: Context) -> EPImplementation:
+        """Build the implementation."""
+        return build_implementation(context)
+
     def install(self, context: Context) -> None:
         """Replace the forward `(hidden_states, top_k_index, top_k_weights) -> output`."""
-        implementation = build_implementation(context)
+        implementation: EPImplementation = context.prepared
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             hidden_states, index, weights = call_arguments(forward, args, kwargs)[:3]
@@ -96,6 +101,11 @@ class SummedExperts(Style):
     """
 
     scope = Scope.EXPERTS
+    masks = True
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output, the input's gradient and the routing weights'."""
+        return Moved(reduced=2 * hidden + slots)
 
     def install(self, context: Context) -> None:
         """Copy the inputs, run on local weights, sum the output."""
@@ -138,13 +148,17 @@ def check_dispatched(model: nn.Module, name: str) -> None:
 
 
 def build_implementation(context: Context) -> EPImplementation:
-    """The object that brings the experts of `context.module` their tokens."""
+    """The object that brings the experts of `context.module`, not cut yet, their tokens.
+
+    Raises:
+        ValueError: it can't run here.
+    """
     experts, mesh = context.module, context.mesh
     number = num_experts_of(experts)
     assert number is not None
     return EPImplementationInterface.get(context.config.ep_implementation)(
         context.experts_forward(experts),
-        num_local_experts=number,
+        num_local_experts=number // mesh.size("ep"),
         ep_group=mesh.group("ep"),
         tp_group=mesh.group("tp") if mesh.size("tp") > 1 else None,
         sequence_parallel=context.config.enable_sequence_parallel and mesh.size("tp") > 1,

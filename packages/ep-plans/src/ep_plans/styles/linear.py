@@ -21,6 +21,7 @@ from ep_dispatch.collectives import (
 from ep_plans.styles.base import (
     Context,
     Forward,
+    Moved,
     Style,
     around_forward,
     change_input,
@@ -28,6 +29,14 @@ from ep_plans.styles.base import (
     size_near,
     size_of,
 )
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a projection; (0, 0) where its weight is not its own."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return 0, 0
+    return weight.shape[1], weight.shape[0]
 
 
 class Colwise(Style):
@@ -40,6 +49,8 @@ class Colwise(Style):
     def __init__(self, *, gather_output: bool = False, packs: int = 1) -> None:
         self.gather_output = gather_output
         self.packs = packs
+        self.input_in_parts, self.output_in_parts = False, not gather_output
+        self.keeps_heads = not gather_output and packs == 1
 
     def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
         """The output dimension: the last but one of a weight, the only one of a bias."""
@@ -49,6 +60,11 @@ class Colwise(Style):
         """A gathered output needs to know its size."""
         if self.gather_output:
             size_of(model.get_submodule(name), "out_features", name, "colwise_gather_output")
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The input's gradient, and the gathered output."""
+        inputs, outputs = _features(model.get_submodule(name))
+        return Moved(reduced=inputs, gathered=outputs if self.gather_output else 0)
 
     def install(self, context: Context) -> None:
         """Copy the input, run on the local weight, gather if asked."""
@@ -84,10 +100,16 @@ class Rowwise(Style):
     def __init__(self, *, split_input: bool = False, packs: int = 1) -> None:
         self.split_input = split_input
         self.packs = packs
+        self.input_in_parts, self.output_in_parts = not split_input, False
 
     def cut(self, module: nn.Module, parameter_name: str, ndim: int) -> tuple[int, int] | None:
         """The input dimension, the last one; biases stay whole."""
         return None if ndim == 1 else (ndim - 1, self.packs)
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output, and the gradient of a split input."""
+        inputs, outputs = _features(model.get_submodule(name))
+        return Moved(reduced=outputs, gathered=inputs if self.split_input else 0)
 
     def install(self, context: Context) -> None:
         """Run on the local weight without the bias, sum over the group, add the bias."""
@@ -123,6 +145,10 @@ class MlaKeyValue(Style):
     def check(self, model: nn.Module, name: str) -> None:
         """The rotary part's size is known."""
         self._rotary_size(model, name)
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The rotary part's gradient."""
+        return Moved(reduced=self._rotary_size(model, name))
 
     def install(self, context: Context) -> None:
         """Sum the gradient of the last `qk_rope_head_dim` output features over the group."""

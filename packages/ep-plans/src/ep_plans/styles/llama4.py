@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ep_dispatch import EPImplementation
 from ep_plans.styles.base import Context, Forward, Scope, Style, around_forward, local
 from ep_plans.styles.experts import build_implementation, check_dispatched
 
@@ -28,9 +29,8 @@ class DispatchLlama4(Style):
         """The number of experts is known."""
         check_dispatched(model, name)
 
-    def install(self, context: Context) -> None:
-        """Replace the forward of the experts and of the block around them."""
-        experts, block = context.module, context.parent
+    def prepare(self, context: Context) -> EPImplementation:
+        """Build the implementation."""
         # What the released class does not say about its weights [E, H, 2I] and [E, I, H].
         facts = {
             "has_gate": True,
@@ -38,8 +38,13 @@ class DispatchLlama4(Style):
             "is_transposed": True,
             "is_concatenated": True,
         }
-        experts.__dict__.update(facts)
-        implementation = build_implementation(context)
+        context.module.__dict__.update(facts)
+        return build_implementation(context)
+
+    def install(self, context: Context) -> None:
+        """Replace the forward of the experts and of the block around them."""
+        experts, block = context.module, context.parent
+        implementation: EPImplementation = context.prepared
 
         def run_experts(forward: Forward, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             return implementation(local(hidden), index, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ep_dispatch.collectives import (
@@ -16,6 +16,7 @@ from ep_dispatch.collectives import (
 from ep_plans.styles.base import (
     Context,
     Forward,
+    Moved,
     Style,
     around_forward,
     change_input,
@@ -27,6 +28,9 @@ from ep_plans.styles.base import (
 
 class Replicate(Style):
     """Every rank keeps the whole parameter and does the same work with it."""
+
+    input_in_parts = False
+    output_in_parts = False
 
 
 class PartialGradients(Style):
@@ -63,6 +67,11 @@ class AllReduceOutput(Style):
     gradient of every input is a partial sum too: an all-reduce of each in backward.
     """
 
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output, and the input's gradient where the module has parameters of its own."""
+        own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
+        return Moved(reduced=2 * hidden if own else hidden)
+
     def install(self, context: Context) -> None:
         """Sum the output over the group."""
         module, group = context.module, context.group
@@ -94,6 +103,10 @@ class SequenceSlices(Style):
     """
 
     partial_gradients = True
+
+    def moved(self, model: nn.Module, name: str, hidden: int, slots: int) -> Moved:
+        """The output and the input's gradient."""
+        return Moved(gathered=2 * hidden)
 
     def install(self, context: Context) -> None:
         """Split the input, run, gather the output."""

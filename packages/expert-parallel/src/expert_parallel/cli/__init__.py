@@ -1,4 +1,4 @@
-"""The command ``ep``."""
+"""The command `ep`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fail(message: str) -> NoReturn:
 
 
 def tells_errors(command: Callable[P, T]) -> Callable[P, T]:
-    """Let a command's errors be one clear line; ``EP_TRACEBACK=1`` shows where they come from."""
+    """Let a command's errors be one clear line, unless its argument `traceback` is true."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -56,7 +56,7 @@ def tells_errors(command: Callable[P, T]) -> Callable[P, T]:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except Exception as error:
-            if os.environ.get("EP_TRACEBACK"):
+            if kwargs.get("traceback"):
                 raise
             fail(one_line(error))
 

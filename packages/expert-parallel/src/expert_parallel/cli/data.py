@@ -38,10 +38,10 @@ def text_files(paths: Sequence[str]) -> list[Path]:
 
 
 def texts(file: Path, key: str) -> Iterator[str]:
-    """The documents of a file: a text file is one, each line of a ``.jsonl`` is one.
+    """The documents of a file: a text file is one, each line of a `.jsonl` is one.
 
     Raises:
-        ValueError: a line is no JSON object with ``key``.
+        ValueError: a line is no JSON object with `key`.
     """
     if file.suffix != ".jsonl":
         yield file.read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def load_ids(path: Path) -> Tensor:
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
-    """Blocks of ``length`` ids, each a sample whose labels are the ids; a shorter rest is left out.
+    """Blocks of `length` ids, each a sample whose labels are the ids; a shorter rest is left out.
 
     Raises:
         ValueError: there are fewer ids than one block has.

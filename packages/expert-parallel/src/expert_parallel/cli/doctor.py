@@ -1,4 +1,4 @@
-"""``ep doctor``: what this machine can run, and why it can't run the rest."""
+"""`ep doctor`: what this machine can run, and why it can't run the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ep generate``: text from a sharded model, on ranks that it starts itself."""
+"""`ep generate`: text from a sharded model, on ranks that it starts itself."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def generate(
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
+    traceback: options.Traceback = False,
 ) -> None:
     """Generate text with a sharded model.
 
@@ -124,4 +125,4 @@ def generate(
     if processes is not None:
         config.layout.check_world_size(processes)
     check_plan(read_config(model), config)
-    launch("generate", job, config.world_size)
+    launch("generate", job, config.world_size, traceback=traceback)

@@ -29,23 +29,32 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(command: str, job: dict[str, Any], processes: int, folder: Path | None = None) -> None:
-    """Run ``command`` with ``job`` on ``processes`` ranks of this machine, and wait.
+def launch(
+    command: str,
+    job: dict[str, Any],
+    processes: int,
+    folder: Path | None = None,
+    *,
+    traceback: bool = False,
+) -> None:
+    """Run `command` with `job` on `processes` ranks of this machine, and wait.
 
     Args:
         command: a command of `expert_parallel.cli.worker`.
         job: what it needs, as JSON.
         processes: how many ranks.
         folder: where files of the job may be passed to the ranks; None: one made for it.
+        traceback: let a rank that fails print where.
 
     Raises:
         JobError: a rank failed.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="ep-") as made:
-            return launch(command, job, processes, Path(made))
+            return launch(command, job, processes, Path(made), traceback=traceback)
     file = folder / "job.json"
-    file.write_text(json.dumps({"command": command, "job": job}), encoding="utf-8")
+    content = {"command": command, "job": job, "traceback": traceback}
+    file.write_text(json.dumps(content), encoding="utf-8")
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     # What failed is told by us, in one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

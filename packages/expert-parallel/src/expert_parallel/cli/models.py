@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import resolve_plans
+from expert_parallel import _compat
 
 _HEADS = (
     "AutoModelForCausalLM",
@@ -24,7 +25,7 @@ _HEADS = (
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a local folder, a ``config.json``, a model type (its defaults), or a hub model.
+    """The config of a local folder, a `config.json`, a model type (its defaults), or a hub model.
 
     Raises:
         ValueError: it is none of these; the nearest model types are named.
@@ -67,10 +68,10 @@ def build_on_meta(config: PreTrainedConfig) -> nn.Module:
         for name in getattr(config, "architectures", None) or ():
             architecture = getattr(transformers, name, None)
             if architecture is not None:
-                return _tied(architecture._from_config(config))
+                return _tied(_compat.from_config(architecture, config))
         for head in _HEADS:
             auto = getattr(transformers, head)
-            if type(config) in auto._model_mapping:
+            if _compat.auto_class_knows(auto, config):
                 return _tied(auto.from_config(config))
     raise ValueError(
         f"transformers {transformers.__version__} has no model for a {type(config).__name__} "
@@ -91,21 +92,8 @@ def check_plan(config: PreTrainedConfig, layout: DistributedConfig) -> nn.Module
         ValueError: a rule is broken.
     """
     model = build_on_meta(config)
-    check_rules(model, layout)
-    return model
-
-
-def check_rules(model: nn.Module, layout: DistributedConfig) -> None:
-    """Check that a layout fits a model and is one that `parallelize` can apply.
-
-    Raises:
-        ValueError: a rule is broken.
-    """
     resolve_plans(model, layout)
-    if layout.pp_size > 1:
-        raise ValueError(
-            f"pp_size={layout.pp_size}: pipeline stages are not in this release; use the other sizes."
-        )
+    return model
 
 
 def load(
@@ -119,9 +107,9 @@ def load(
     """The causal language model of a folder or hub name, sharded; every rank must call.
 
     Args:
-        name: where it is; with ``from_scratch`` a model type will do.
+        name: where it is; with `from_scratch` a model type will do.
         layout: how to shard it.
-        dtype: of its parameters; ``"auto"``: as saved, or as its config says.
+        dtype: of its parameters; `"auto"`: as saved, or as its config says.
         from_scratch: with random weights, the same in every layout. The whole model is in each
             rank's memory until it is sharded.
         seed: of the random weights.

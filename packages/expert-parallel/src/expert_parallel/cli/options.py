@@ -65,10 +65,14 @@ Processes = Annotated[
     ),
 ]
 
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from, on every rank.")
+]
+
 
 @contextmanager
 def world_of(processes: int | None) -> Iterator[None]:
-    """Let a tp_size that is not given be derived from ``--nproc``, as torchrun's ranks would."""
+    """Let a tp_size that is not given be derived from `--nproc`, as torchrun's ranks would."""
     if processes is None or "WORLD_SIZE" in os.environ:
         yield
         return

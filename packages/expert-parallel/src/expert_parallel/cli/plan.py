@@ -1,4 +1,4 @@
-"""``ep plan``: who holds what, for any model and sizes, without processes and without weights."""
+"""`ep plan`: who holds and sends what, for any model and sizes, without processes and without weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.table import Table
 from torch import nn
 
 from ep_mesh import DistributedConfig, Layout
-from ep_plans import ParameterSharding, Plans, plan_parameters, resolve_plans
-from ep_plans.checks import num_experts_of
+from ep_plans import ParameterSharding, Plans, num_experts_of, plan_parameters, resolve_plans
 from ep_plans.patterns import rule_for, wildcard
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
-from expert_parallel.cli.models import build_on_meta, check_rules, read_config
+from expert_parallel.cli.models import build_on_meta, read_config
+from expert_parallel.cli.traffic import step_traffic
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,7 +34,7 @@ class Row:
     """Parameters or modules of one pattern that are treated alike.
 
     Attributes:
-        pattern: their name, with ``*`` for a layer number.
+        pattern: their name, with `*` for a layer number.
         count: how many there are.
         style: the rule that applies; empty: none.
         sharded: the axes they are sharded over, first cut first.
@@ -147,7 +147,7 @@ def broken_rules(model: nn.Module, fields: dict[str, Any], processes: int | None
             config = DistributedConfig.from_dict({**fields, **changes})
             if processes is not None and not changes:
                 config.layout.check_world_size(processes)
-            check_rules(model, config)
+            resolve_plans(model, config)
         except ValueError as error:
             text = " ".join(str(error).split())
             if text not in found:
@@ -232,6 +232,46 @@ def show_plan(out: Console, model: nn.Module, config: DistributedConfig, itemsiz
     )
 
 
+def show_traffic(
+    out: Console,
+    model: nn.Module,
+    config: DistributedConfig,
+    itemsize: int,
+    *,
+    batch_size: int,
+    sequence_length: int,
+) -> None:
+    """Print what a rank sends in a training step."""
+    plans = resolve_plans(model, config)
+    shardings = plan_parameters(model, plans, config)
+    try:
+        found = step_traffic(
+            model,
+            plans,
+            shardings,
+            config,
+            tokens=batch_size * sequence_length,
+            itemsize=itemsize,
+        )
+    except ValueError as error:
+        out.print(f"\nThe traffic can't be computed: {error}", markup=False, soft_wrap=True)
+        return
+    out.print(
+        f"\nA rank sends in a training step of {batch_size} x {sequence_length} tokens a data shard "
+        "(computed from this plan, not measured; experts chosen evenly):\n",
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("axis")
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    for each in found:
+        table.add_row(each.axis, each.what, f"{each.sent / 2**20:,.1f}")
+    table.add_section()
+    table.add_row("all", "", f"{sum(each.sent for each in found) / 2**20:,.1f}")
+    out.print(table)
+
+
 def _show_units(out: Console, plans: Plans, config: DistributedConfig) -> None:
     if config.dp_size == 1 or not plans.fsdp:
         return
@@ -263,11 +303,13 @@ def plan(
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
-    dtype: Annotated[str, typer.Option(help="For the memory: float32, bfloat16, float16.")] = (
+    dtype: Annotated[str, typer.Option(help="Of all elements: float32, bfloat16, float16.")] = (
         "bfloat16"
     ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a data shard.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
 ) -> None:
-    """Show who holds what: the picture, the resolved plan, parameters per rank, broken rules.
+    """Show who holds and sends what: the picture, the plan, memory and traffic, broken rules.
 
     Needs no GPU, no processes and no weights. Exit code 1 if a rule is broken.
     """
@@ -293,6 +335,14 @@ def plan(
         show_layout(out, built, config)
     if not broken:
         show_plan(out, built, config, _DTYPES[dtype])
+        show_traffic(
+            out,
+            built,
+            config,
+            _DTYPES[dtype],
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+        )
         return
     for rule in broken:
         out.print(f"[bold red]broken rule:[/] {escape(rule)}", soft_wrap=True)

@@ -19,7 +19,7 @@ _SHOWN = (
 
 
 class TrainProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Shows steps and the newest logs on ``console``, which is quiet on all ranks but one."""
+    """Shows steps and the newest logs on `console`, which is quiet on all ranks but one."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -1,4 +1,4 @@
-"""``ep train``: a job from a file or from flags, on ranks that it starts itself."""
+"""`ep train`: a job from a file or from flags, on ranks that it starts itself."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _DEFAULTS = {
 
 @dataclass
 class TrainJob:
-    """What ``ep train`` does; the fields of its file.
+    """What `ep train` does; the fields of its file.
 
     Attributes:
         model: a folder or a hub name, with weights, config and tokenizer.
-        data: text files (``.txt``, ``.md``, ``.jsonl``), or folders of them.
+        data: text files (`.txt`, `.md`, `.jsonl`), or folders of them.
         output: the folder that the trained model is saved to.
         eval_data: text to evaluate on.
         tokenizer: where the tokenizer is, if not beside the model.
-        from_scratch: start from random weights; ``model`` may be a model type then.
+        from_scratch: start from random weights; `model` may be a model type then.
         sequence_length: tokens of a sample.
-        text_key: where the text stands in a line of a ``.jsonl`` file.
-        dtype: of the parameters: ``auto`` (as saved), ``bfloat16``, ``float32``, ...
+        text_key: where the text stands in a line of a `.jsonl` file.
+        dtype: of the parameters: `auto` (as saved), `bfloat16`, `float32`, ...
         layout: fields of `DistributedConfig`.
         training: fields of `transformers.TrainingArguments`.
     """
@@ -100,7 +100,7 @@ class TrainJob:
 
 
 def torch_dtype(name: str) -> torch.dtype | str:
-    """A dtype by name, or ``"auto"``.
+    """A dtype by name, or `"auto"`.
 
     Raises:
         ValueError: it is no floating-point dtype.
@@ -272,6 +272,7 @@ def train(
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
+    traceback: options.Traceback = False,
 ) -> None:
     """Train on text, and save an ordinary Hugging Face checkpoint.
 
@@ -320,4 +321,4 @@ def train(
     with tempfile.TemporaryDirectory(prefix="ep-train-") as made:
         with out.status("reading the data"):
             content = prepare(job, Path(made))
-        launch("train", content, size, Path(made))
+        launch("train", content, size, Path(made), traceback=traceback)

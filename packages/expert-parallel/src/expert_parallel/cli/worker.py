@@ -1,4 +1,4 @@
-"""What a rank runs: ``python -m expert_parallel.cli.worker JOB``, started by `launch`."""
+"""What a rank runs: `python -m expert_parallel.cli.worker JOB`, started by `launch`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main() -> None:
     try:
         run(content["command"], content["job"])
     except Exception as error:  # noqa: BLE001  # whatever it is, the launcher tells it
-        if os.environ.get("EP_TRACEBACK"):
+        if content["traceback"]:
             traceback.print_exc()
         report_error(file.parent, int(os.environ.get("RANK", "0")), one_line(error))
         # Peers may be waiting for this rank in a collective: don't wait for them at exit.
