@@ -15,6 +15,7 @@ from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.launch import launch, under_launcher
 from expert_parallel.cli.models import check_plan, load, read_config
+from expert_parallel.cli.rank import run as run_here
 from expert_parallel.cli.train import torch_dtype
 
 
@@ -118,9 +119,7 @@ def generate(
         "generation": {"max_new_tokens": max_new_tokens, "do_sample": sample, **given},
     }
     if under_launcher():
-        from expert_parallel.cli.worker import run as run_here
-
-        run_here("generate", job)
+        run_here(run, job)
         return
     if processes is not None:
         config.layout.check_world_size(processes)

@@ -21,6 +21,7 @@ from expert_parallel.cli.data import Blocks, load_ids, save_ids, text_files, tok
 from expert_parallel.cli.launch import launch, under_launcher
 from expert_parallel.cli.models import check_plan, load, read_config
 from expert_parallel.cli.plan import show_layout
+from expert_parallel.cli.rank import run as run_here
 
 _DEFAULTS = {
     "logging_steps": 10,
@@ -310,9 +311,7 @@ def train(
         job = _merged(file, flags, sets or [])
         size = job.config.world_size
     if under_launcher():
-        from expert_parallel.cli.worker import run as run_here
-
-        run_here("train", {"job": dataclasses.asdict(job)})
+        run_here(run, {"job": dataclasses.asdict(job)})
         return
     if processes is not None:
         job.config.layout.check_world_size(processes)

@@ -6,13 +6,13 @@ import json
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from expert_parallel.cli.console import is_first_rank, one_line
+from expert_parallel.cli.console import one_line
 from expert_parallel.cli.launch import report_error
+from expert_parallel.cli.rank import run
 
 
 def _commands() -> dict[str, Callable[[dict[str, Any]], None]]:
@@ -21,34 +21,12 @@ def _commands() -> dict[str, Callable[[dict[str, Any]], None]]:
     return {"train": train.run, "generate": generate.run}
 
 
-def quiet_unless_first() -> None:
-    """Let one rank speak: the others' output and warnings go nowhere (errors are reported)."""
-    if is_first_rank():
-        return
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-
-
-def run(command: str, job: dict[str, Any]) -> None:
-    """Run a job on this rank, and leave the process group in order."""
-    import torch.distributed as dist
-
-    quiet_unless_first()
-    _commands()[command](job)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
 def main() -> None:
     """Run the job of a file; a failure is reported to the launcher and ends with exit code 1."""
     file = Path(sys.argv[1])
     content = json.loads(file.read_text(encoding="utf-8"))
     try:
-        run(content["command"], content["job"])
+        run(_commands()[content["command"]], content["job"])
     except Exception as error:  # noqa: BLE001  # whatever it is, the launcher tells it
         if content["traceback"]:
             traceback.print_exc()
