@@ -159,3 +159,39 @@ def test_an_implementation_of_ones_own_is_chosen_by_name(ranks: RankPool) -> Non
     for logits, calls in ranks.run(by_name):
         assert (logits - expected).norm() <= 1e-5 * expected.norm()
         assert calls == 2 * 2  # two layers, two forwards
+
+
+def kept(rank: int, recompute: str) -> tuple[int, float, dict[str, torch.Tensor]]:
+    """Bytes kept for backward beside parameters, the loss, and the gathered gradients."""
+    model = parallelize(build(), LAYOUTS[0], experts_recompute=recompute)
+    storages: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    ids = IDS.repeat(4, 30)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {name: full_tensor(p.grad) for name, p in model.named_parameters()}
+    return sum(storages.values()), loss.item(), gradients
+
+
+def test_experts_may_be_computed_again_in_backward(ranks: RankPool) -> None:
+    """Less is kept, and the numbers are the same."""
+    plain = ranks.run(kept, "none")
+    for (more, loss, expected), (less, again, found) in zip(
+        plain, ranks.run(kept, "gate_up"), strict=True
+    ):
+        assert less < more
+        assert again == loss
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_unknown_way_to_recompute_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"experts_recompute='gate' is unknown; known are none, gate_up"
+    ):
+        parallelize(build(), {"fsdp_size": 1}, experts_recompute="gate")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .experts import experts_forward
 from .grouped import Choice, choose_backend
+from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
 from .spec import ExpertsSpec, ExpertsWeights, why_not
 
@@ -11,6 +12,7 @@ __all__ = [
     "Choice",
     "ExpertsSpec",
     "ExpertsWeights",
+    "Recompute",
     "RoutedExperts",
     "choose_backend",
     "compacted_forward",

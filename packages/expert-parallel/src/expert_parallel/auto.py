@@ -24,7 +24,7 @@ class _Sharded:
                 `experts_implementation` not given (or None) computes experts by `ep_kernels`,
                 whatever the checkpoint's config names; `"deepgemm_megamoe"` stands for the
                 `ep_implementation` of that name; any other name computes them by transformers'
-                own implementation of that name.
+                own implementation of that name. `experts_recompute` is that of `parallelize`.
 
         Raises:
             ValueError: the config does not fit the model or the number of processes, or the files

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from ep_kernels import Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import check_stages
 from expert_parallel import _compat
@@ -49,6 +50,7 @@ def load(
     *args: Any,
     distributed_config: DistributedConfig | Mapping[str, Any] | Any,
     experts_implementation: str | None = None,
+    experts_recompute: Recompute = "none",
     **kwargs: Any,
 ) -> Any:
     """Call `from_pretrained` so that each rank reads its shards; every rank must call.
@@ -70,7 +72,15 @@ def load(
         config, experts_implementation = _select_implementation(config, experts_implementation)
     if experts_implementation is not None:
         kwargs["experts_implementation"] = experts_implementation
-    loader = _Loader(config, own_experts=experts_implementation is None)
+        if experts_recompute != "none":
+            raise ValueError(
+                f"experts_recompute={experts_recompute!r} is for experts that ep_kernels computes, but "
+                f"experts_implementation={experts_implementation!r} computes them itself. Leave one of "
+                "them out."
+            )
+    loader = _Loader(
+        config, own_experts=experts_implementation is None, recompute=experts_recompute
+    )
     try:
         with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
             loaded = from_pretrained(path, *args, distributed_config=config, **kwargs)
@@ -151,9 +161,11 @@ def _check_dequantized(model: PreTrainedModel) -> None:
 class _Loader:
     """One sharded load; see `expert_parallel._compat.Loader`."""
 
-    def __init__(self, config: DistributedConfig, *, own_experts: bool) -> None:
+    def __init__(
+        self, config: DistributedConfig, *, own_experts: bool, recompute: Recompute
+    ) -> None:
         self.config = config
-        self.own_experts = own_experts
+        self.experts: Any = {"own_experts": own_experts, "recompute": recompute}
         self.mesh = ParallelMesh(config.layout)
         self.device = self.mesh.device
         self.tally = Tally()
@@ -179,7 +191,7 @@ class _Loader:
         # Sharding communicates: hear first of a rank that could not read the config or find files.
         raise_together(None, _READING)
         self.dequantizes = bool(getattr(model, "is_quantized", False))
-        shard_model(model, self.mesh, self.config, own_experts=self.own_experts)
+        shard_model(model, self.mesh, self.config, **self.experts)
         self.model = model
         return model
 

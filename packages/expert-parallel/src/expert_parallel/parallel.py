@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 from transformers import PreTrainedModel
 
 import ep_plans
 from ep_dispatch import ExpertsForward
-from ep_kernels import compacted_forward, module_experts_forward
+from ep_kernels import Recompute, compacted_forward, module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
 from expert_parallel.generation import generate
@@ -31,7 +32,12 @@ _SAVE_DEFAULTS = {
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | Any) -> ModelT:
+def parallelize(
+    model: ModelT,
+    config: DistributedConfig | Mapping[str, Any] | Any,
+    *,
+    experts_recompute: Recompute = "none",
+) -> ModelT:
     """Shard `model` in place over the running processes; every rank must call.
 
     Starts `torch.distributed` if nobody did. A built model must hold the same values on every
@@ -41,6 +47,10 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
     Args:
         model: any module; a transformers model brings its plans.
         config: a `DistributedConfig`, a dict of its fields, or native transformers' object.
+        experts_recompute: `"gate_up"` keeps only the received rows of each MoE layer for backward
+            and computes the experts' first projection again; `"none"` keeps that too. Of 8 in 128
+            experts over 8 ranks, in bf16 with H=2048, I=768: 22 against 46 KiB a token and layer.
+            Experts that no EP plan dispatches are not concerned.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -55,12 +65,17 @@ def parallelize(model: ModelT, config: DistributedConfig | Mapping[str, Any] | A
     resolved = as_config(config)
     ep_plans.check_stages(resolved)
     mesh = ParallelMesh(resolved.layout)
-    shard_model(model, mesh, resolved, own_experts=True)
+    shard_model(model, mesh, resolved, own_experts=True, recompute=experts_recompute)
     return model
 
 
 def shard_model(
-    model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, *, own_experts: bool
+    model: nn.Module,
+    mesh: ParallelMesh,
+    config: DistributedConfig,
+    *,
+    own_experts: bool,
+    recompute: Recompute = "none",
 ) -> None:
     """Apply the plans of `config` and install the methods.
 
@@ -70,10 +85,15 @@ def shard_model(
         config: what to do.
         own_experts: compute experts by `ep_kernels` where it understands them; else by the
             module's own forward, whose implementation the model's config names.
+        recompute: what `ep_kernels` computes again in backward.
     """
-    make: Callable[[nn.Module], ExpertsForward] = (
-        module_experts_forward if own_experts else _module_forward
-    )
+    if recompute not in get_args(Recompute):
+        raise ValueError(
+            f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
+        )
+    make: Callable[[nn.Module], ExpertsForward] = _module_forward
+    if own_experts:
+        make = functools.partial(module_experts_forward, recompute=recompute)
     ep_plans.parallelize(model, mesh, config, experts_forward=make)
     if isinstance(model, PreTrainedModel):
         # On the object: FSDP2 and PEFT change or wrap the class.
