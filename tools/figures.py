@@ -205,6 +205,21 @@ def _named(function: Callable[..., dict[str, Any]], *args: Any) -> Figure:
     return found
 
 
+@figure
+def two_node_speedup() -> dict[str, Any]:
+    """A MoE layer between two emulated nodes with 1 Gbit/s: transformers' all_to_all over ours in two hops."""
+    import moe_layer
+    import two_nodes
+
+    seconds = two_nodes.two_node_times()
+    return ratio(
+        seconds["transformers"] / seconds["all_to_all_hierarchical"],
+        "transformers all_to_all",
+        f"{moe_layer.SMALL}; ep=8 over two network namespaces, 4 ranks each, {two_nodes.RATE}",
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+    )
+
+
 def _step_figure(layout: str) -> Figure:
     def step_speedup() -> dict[str, Any]:
         """A training step of a small Qwen3-MoE: seconds of native transformers over ours."""
