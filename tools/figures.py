@@ -12,10 +12,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Figure = Callable[[], dict[str, Any]]
 FIGURES: dict[str, Figure] = {}
+PLAIN = ("layouts_checked", "rank_pool", "load_cost")
+"""Figures that compare nothing."""
+TABLE = "| figure | value | against | conditions | measured |\n| --- | --- | --- | --- | --- |\n"
 
 
 def figure(function: Figure) -> Figure:
@@ -206,6 +210,23 @@ def _named(function: Callable[..., dict[str, Any]], *args: Any) -> Figure:
 
 
 @figure
+def decode_speedup() -> dict[str, Any]:
+    """A decoding step of a MoE layer, the worst of some batches: transformers' all_reduce over ours."""
+    import moe_layer
+
+    times = {
+        tokens: on_ranks(moe_layer.decode_times, moe_layer.SMALL, tokens)[0]
+        for tokens in (1, 4, 16, 32)
+    }
+    return ratio(
+        min(theirs / ours for theirs, ours in times.values()),
+        "transformers all_reduce",
+        f"{moe_layer.SMALL}, but {list(times)} tokens shared by all ranks; tp=8, ep=8, no gradients",
+        milliseconds={n: [round(1000 * x, 2) for x in pair] for n, pair in times.items()},
+    )
+
+
+@figure
 def two_node_speedup() -> dict[str, Any]:
     """A MoE layer between two emulated nodes with 1 Gbit/s: transformers' all_to_all over ours in two hops."""
     import moe_layer
@@ -224,7 +245,6 @@ def _step_figure(layout: str) -> Figure:
     def step_speedup() -> dict[str, Any]:
         """A training step of a small Qwen3-MoE: seconds of native transformers over ours."""
         import tempfile
-        from pathlib import Path
 
         import moe_step
 
@@ -256,17 +276,47 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
+def write_page(found: list[dict[str, Any]]) -> None:
+    """Put figures into the table of docs/performance.md; rows of the others are kept."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+    text = page.read_text(encoding="utf-8")
+    head, mark, rest = text.partition(TABLE)
+    rows = {row.split("`")[1]: row for row in rest.splitlines() if row.startswith("| `")}
+    for figure in found:
+        value, conditions = figure["value"], figure["conditions"]
+        more = {
+            k: v for k, v in figure.items() if k in ("seconds", "milliseconds", "kib_per_token")
+        }
+        told = "; ".join([figure["reference"], *(f"{k}: {v}" for k, v in more.items())])
+        date = time.strftime("%Y-%m-%d")
+        rows[figure["name"]] = f"| `{figure['name']}` | {value} | {told} | {conditions} | {date} |"
+    ordered = [rows[name] for name in FIGURES if name in rows]
+    page.write_text(head + mark + "\n".join(ordered) + "\n", encoding="utf-8")
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One figure, floats to four places."""
+    return {"name": name} | {k: rounded(v) for k, v in FIGURES[name]().items()}
+
+
 def main() -> None:
-    """Print one figure, or the names of all."""
-    name = sys.argv[1] if len(sys.argv) == 2 else ""
-    if name == "--list":
+    """Print one figure, or the names of all; or measure all that compare, for the page."""
+    names = sys.argv[1:]
+    if names == ["--list"]:
         for known, function in FIGURES.items():
             print(f"{known}: {(function.__doc__ or '').splitlines()[0]}")
-    elif name in FIGURES:
-        found = {key: rounded(value) for key, value in FIGURES[name]().items()}
-        print(json.dumps({"name": name, **found}))
+    elif names[:1] == ["--all"] and set(names[1:]) <= set(FIGURES):
+        for name in names[1:] or [n for n in FIGURES if n not in PLAIN]:
+            found = measured(name)
+            print(json.dumps(found), flush=True)
+            write_page([found])
+    elif len(names) == 1 and names[0] in FIGURES:
+        print(json.dumps(measured(names[0])))
     else:
-        sys.exit("usage: python tools/figures.py NAME; --list names them")
+        sys.exit(
+            "usage: python tools/figures.py NAME; --list names them; --all [NAME ...] measures those "
+            "that compare, and puts them into docs/performance.md"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -247,3 +247,29 @@ def crossing_rows(rank: int, sizes: Sizes, ep: int) -> list[int]:
         sent += int(total) // width
         needed += 4 * int(came)
     return [sent, needed]
+
+
+def decode_times(rank: int, sizes: Sizes, tokens: int, repeats: int = 30) -> list[float]:
+    """Seconds of transformers' `all_reduce` and of ours on a shared batch, without gradients."""
+    from transformers.distributed.expert_parallel import AllReduceEP
+
+    from ep_dispatch import AllReduce
+    from ep_kernels import module_experts_forward
+
+    experts = experts_module(sizes, RANKS)
+    ep_mesh, _ = meshes(RANKS)
+    group = ep_mesh.get_group()
+    ours = AllReduce(
+        module_experts_forward(experts),
+        num_local_experts=sizes.experts // RANKS,
+        ep_group=group,
+        tp_group=group,
+        experts=experts,
+    )
+    hidden, ids, weights, _ = inputs(0, replace(sizes, tokens=tokens))
+    with torch.no_grad():
+        work = [
+            lambda f=f: f(hidden, ids, weights)
+            for f in (AllReduceEP(experts, ep_mesh, ep_mesh), ours)
+        ]
+        return timed(rank, work, repeats)
