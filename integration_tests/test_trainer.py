@@ -64,7 +64,7 @@ def build(**changes: Any) -> nn.Module:
         "vocab_size": 96,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
