@@ -189,6 +189,25 @@ ALSO = {
 }
 
 
+@pytest.mark.parametrize("guilty", [range(WORLD), [2]])
+def test_an_output_without_history_is_a_failure_like_others(ranks, moe, guilty):
+    """Of all ranks, or of one, whose peers are not left alone in backward."""
+
+    def run(rank):
+        ep_group, _ = groups(moe, 1, rank)
+
+        def factory(experts, **settings):
+            right = EPImplementationInterface.get("all_to_all")(experts, **settings)
+            return lambda *args: right(*args).detach() if rank in guilty else right(*args)
+
+        with pytest.raises(
+            ConformanceError, match=r"law 'gradients', workload 'ties', rank 0.*no hist"
+        ):
+            check(factory, "ties", "gradients", ep_group=ep_group)
+
+    ranks.run(run, world=WORLD)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_by_name(ranks, moe, fault):
     law, tp, workload = FAULTS[fault]
@@ -246,7 +265,7 @@ def test_a_dispatcher_without_history_is_told():
         return lambda hidden, ids, weights: experts(hidden, ids, weights).detach()
 
     check(detached, "balanced", ["output", "no_grad"])
-    with pytest.raises(RuntimeError, match="the output has no history"):
+    with pytest.raises(ConformanceError, match=r"rank 0.*the output of ranks \[0\] has no history"):
         check(detached, "balanced", "gradients")
     check(detached, "balanced", without=["gradients"])
 

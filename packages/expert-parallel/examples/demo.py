@@ -1,4 +1,4 @@
-"""The whole of it in two minutes on a laptop, with 8 processes and no GPU: `python demo.py`.
+"""The whole of it in some minutes on a laptop, with 8 processes and no GPU: `python demo.py`.
 
 A small Qwen3-MoE is trained from scratch on the English of Python's own documentation, saved, loaded
 in another layout and in plain transformers, and generates text in each. Needs matplotlib.
@@ -270,12 +270,13 @@ def main() -> None:
     if sharded != plain:
         sys.exit("The two texts differ: the checkpoint was not loaded alike.")
     console.rule("Next")
+    ep = Path(sys.executable).with_name("ep")
     console.print(
         f"the picture            {folder / 'training.png'}\n"
         f"the checkpoint         {folder / 'checkpoint'}\n"
         "another layout         change TRAIN at the head of this file\n"
-        "a real model's layout  ep plan qwen3_moe --tp 4 --fsdp 2 --ep 4\n"
-        "your own text          ep train --help",
+        f"another model's layout {ep} plan qwen3_moe --tp 4 --fsdp 2 --ep 4\n"
+        f"your own text          {ep} train --help",
         markup=False,
         soft_wrap=True,
     )

@@ -154,9 +154,15 @@ def test_the_vocabulary_must_hold_the_tokenizer(started, model, text, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 99}))
     arguments = ("--tokenizer", model, "--data", text, "--output", tmp_path / "out")
-    code, output = ep("train", "--model", tmp_path, *arguments)
+    code, output = ep("train", "--model", tmp_path, *arguments, "--from-scratch")
     assert code == 1
     assert "the model's vocab_size is 99" in output
+    code, output = ep("train", "--model", tmp_path, *arguments)
+    assert code == 1
+    assert "holds no weights (*.safetensors); to train from random ones, pass" in output
+    code, output = ep("train", "--model", tmp_path, *arguments[2:], "--from-scratch")
+    assert code == 1
+    assert "there is no tokenizer in" in output
 
 
 # -- a generation job
@@ -166,7 +172,7 @@ def test_the_vocabulary_must_hold_the_tokenizer(started, model, text, tmp_path):
     ("arguments", "expected"),
     [
         ([], "there is no prompt"),
-        (["The", "--top-p", "0.5"], "top_p only work with --sample"),
+        (["The", "--top-p", "0.5"], "--top-p needs --sample"),
         (["The", "--dtype", "int8"], "dtype must be auto"),
         (["The", "--tp", "3"], "tp_size=3 does not fit"),
         (["The", "--tp", "2", "--nproc", "3"], "= 2 processes, but 3 are"),

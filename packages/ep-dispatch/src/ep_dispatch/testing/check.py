@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from .experts import KitExperts
 from .laws import LAWS
-from .setting import DispatcherFactory, Place, Setting, gather
+from .setting import DispatcherFactory, NoHistoryError, Place, Setting, gather
 from .workloads import WORKLOADS
 
 __all__ = ["CAPABILITIES", "ConformanceError", "Failure", "cases", "check"]
@@ -160,7 +160,10 @@ def _failures(
 ) -> list[Failure]:
     try:
         setting = Setting(place, factory, WORKLOADS[workload], kind, **settings)  # type: ignore[arg-type]
-        errors = list(LAWS[law].errors(setting))
+        try:
+            errors = list(LAWS[law].errors(setting))
+        except NoHistoryError as found:
+            errors = [str(found)]
     except Exception as error:
         error.add_note(f"law {law!r}, workload {workload!r}, rank {place.rank} ({kind.__name__})")
         raise

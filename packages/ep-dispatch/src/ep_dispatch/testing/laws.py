@@ -118,6 +118,7 @@ def _in_flight(setting: Setting) -> Errors:
         setting.experts.zero_grad()
         outputs = [setting.dispatcher(hidden, ids, weights) for hidden, ids, weights, _ in calls]
         for number in order:
+            setting.check_history(outputs[number])
             outputs[number].backward(calls[number][3])
         for number, (hidden, _, weights, _) in enumerate(calls):
             found = setting.result(outputs[number], hidden, weights)

@@ -89,6 +89,10 @@ def gather(value: Any, group: ProcessGroup | None) -> list[Any]:
     return values
 
 
+class NoHistoryError(Exception):
+    """An output that backward cannot go through."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Inputs of a batch and its output's gradient, in float64 on the CPU; `ids` are integers."""
@@ -204,14 +208,24 @@ class Setting:
         hidden, ids, weights, cotangent = self.inputs(seed)
         self.experts.zero_grad()
         output = self.dispatcher(hidden, ids, weights)
-        if not output.requires_grad:
-            raise RuntimeError(
-                "the output has no history, though hidden states, routing weights and experts need "
-                "gradients: this rank would leave the others alone in backward."
-            )
+        self.check_history(output)
         for number in range(backwards):
             output.backward(cotangent, retain_graph=number + 1 < backwards)
         return self.result(output, hidden, weights)
+
+    def check_history(self, output: Tensor) -> None:
+        """Before a backward, in which a rank without one would leave the others alone.
+
+        Raises:
+            NoHistoryError: on every rank, if the output of any has no history.
+        """
+        ranks = gather(output.requires_grad, self.place.ep_group)
+        without = [rank for rank, has in enumerate(ranks) if not has]
+        if without:
+            raise NoHistoryError(
+                f"the output of ranks {without} has no history, though hidden states, routing weights "
+                "and experts need gradients"
+            )
 
     def result(self, output: Tensor, hidden: Tensor, weights: Tensor) -> Result:
         """The output, and the gradients that are there now."""

@@ -94,6 +94,7 @@ def implementations() -> list[Finding]:
     """The ways for tokens to reach the experts, by name in the registry."""
     what = {
         "all_to_all": "routed tokens move; any layout",
+        "all_to_all_hierarchical": "the same in two hops, between nodes and inside them",
         "all_reduce": "outputs are summed; ep_size == tp_size",
         "auto": "all_reduce at inference where a group shares a batch, else all_to_all",
     }

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from transformers import AutoTokenizer
 
 from ep_mesh import DistributedConfig
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.launch import launch, under_launcher
-from expert_parallel.cli.models import check_plan, load, read_config
+from expert_parallel.cli.models import check_plan, load, load_tokenizer, read_config
 from expert_parallel.cli.rank import run as run_here
 from expert_parallel.cli.train import torch_dtype
 
@@ -35,7 +34,7 @@ def continuations(job: dict[str, Any]) -> list[str]:
     ranks hold experts for the others.
     """
     config = DistributedConfig.from_dict(job["layout"])
-    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"] or job["model"], padding_side="left")
+    tokenizer = load_tokenizer(job["tokenizer"] or job["model"], padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = load(job["model"], config, torch_dtype(job["dtype"]))
@@ -98,7 +97,8 @@ def generate(
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     given = {name: value for name, value in sampling.items() if value is not None}
     if given and not sample:
-        raise ValueError(f"{', '.join(given)} only work with --sample.")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{names} needs --sample.")
     torch_dtype(dtype)
     with options.world_of(processes):
         config = options.distributed_config(

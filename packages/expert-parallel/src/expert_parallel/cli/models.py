@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import resolve_plans
@@ -94,6 +94,34 @@ def check_plan(config: PreTrainedConfig, layout: DistributedConfig) -> nn.Module
     model = build_on_meta(config)
     resolve_plans(model, layout)
     return model
+
+
+def load_tokenizer(name: str, **settings: Any) -> Any:
+    """The tokenizer of a folder or hub name.
+
+    Raises:
+        ValueError: there is none: transformers then makes one that knows no word.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, **settings)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"there is no tokenizer in {name}: pass --tokenizer with a folder or name."
+        )
+    return tokenizer
+
+
+def check_weights(name: str) -> None:
+    """Check that a local folder holds weights.
+
+    Raises:
+        ValueError: it does not.
+    """
+    path = Path(name)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"the folder {name} holds no weights (*.safetensors); to train from random ones, pass "
+            "--from-scratch."
+        )
 
 
 def load(

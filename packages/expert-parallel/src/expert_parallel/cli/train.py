@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import nn
-from transformers import AutoTokenizer, TrainingArguments, default_data_collator
+from transformers import TrainingArguments, default_data_collator
 
 from ep_mesh import DistributedConfig
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.data import Blocks, load_ids, save_ids, text_files, token_ids
 from expert_parallel.cli.launch import launch, under_launcher
-from expert_parallel.cli.models import check_plan, load, read_config
+from expert_parallel.cli.models import check_plan, check_weights, load, load_tokenizer, read_config
 from expert_parallel.cli.plan import show_layout
 from expert_parallel.cli.rank import run as run_here
 
@@ -100,13 +100,16 @@ class TrainJob:
         )
 
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def torch_dtype(name: str) -> torch.dtype | str:
     """A dtype by name, or `"auto"`.
 
     Raises:
         ValueError: it is no floating-point dtype.
     """
-    found = getattr(torch, name, None)
+    found = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if name == "auto":
         return name
     if isinstance(found, torch.dtype) and found.is_floating_point:
@@ -156,7 +159,7 @@ def run(content: dict[str, Any]) -> None:
 
     job = TrainJob.from_dict(content["job"])
     ids: dict[str, str] = content.get("ids") or {}
-    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer or job.model)
+    tokenizer = load_tokenizer(job.tokenizer or job.model)
     model = load(
         job.model,
         job.config,
@@ -200,6 +203,8 @@ def check(job: TrainJob) -> nn.Module:
     """
     text_files([*job.data, *job.eval_data])
     job.arguments("cpu")
+    if not job.from_scratch:
+        check_weights(job.model)
     return check_plan(read_config(job.model), job.config)
 
 
@@ -210,7 +215,7 @@ def prepare(job: TrainJob, folder: Path) -> dict[str, Any]:
         ValueError: the data or the tokenizer does not fit.
     """
     config = read_config(job.model)
-    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer or job.model)
+    tokenizer = load_tokenizer(job.tokenizer or job.model)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if isinstance(vocabulary, int) and len(tokenizer) > vocabulary:
         raise ValueError(
