@@ -1,5 +1,8 @@
 """Wrong inputs and layouts: an error that says what, on every rank, and no rank left waiting."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -136,3 +139,25 @@ def test_registry():
         EPImplementationInterface.register("other", Mine(lambda *a: a[0], num_local_experts=1))
     with pytest.raises(NotImplementedError, match="override `forward`"):
         EPImplementation(lambda *a: a[0], num_local_experts=1)(X, IDS, W)
+
+
+def test_an_implementation_is_pickled_and_copied():
+    for name in ("all_to_all", "auto", "all_reduce"):
+        experts = torch.nn.Linear(8, 8)
+        implementation = EPImplementationInterface.get(name)(experts.forward, num_local_experts=2)
+        assert copy.deepcopy(implementation).num_local_experts == 2
+        assert pickle.loads(pickle.dumps(implementation)).num_local_experts == 2
+
+
+def test_ids_on_another_device_are_refused_by_all(ranks, moe):
+    """The refusal itself goes by the device of the group, not of the wrong tensor."""
+
+    def run(rank):
+        implementation, _ = moe.build(moe.Case(), rank)
+        x, w = torch.zeros(4, 8, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+        ids = torch.zeros(4, 3, dtype=torch.int64, device="meta" if rank == 1 else "cpu")
+        if rank < 4:  # the EP group of the guilty one
+            with pytest.raises(ValueError if rank == 1 else RuntimeError):
+                implementation(x, ids, w)
+
+    ranks.run(run)

@@ -112,6 +112,23 @@ def test_all_ranks_hear_of_wrong_input(ranks, moe):
     ranks.run(run)
 
 
+@pytest.mark.parametrize("tp", [2, 8])
+def test_all_ranks_hear_of_a_batch_that_is_not_shared(ranks, moe, tp):
+    """A rank of a TP group, inside a node or across nodes, that holds one token more."""
+
+    def run(rank):
+        case = on_nodes(moe, 4, ep=8, tp=tp, tokens=(3,) * (8 // tp))
+        implementation, _ = moe.build(case, rank)
+        for guilty in (1, 6):
+            tokens = 3 + (rank == guilty)
+            hidden = torch.ones(tokens, 8, dtype=torch.float64)
+            ids = torch.zeros(tokens, 3, dtype=torch.int64)
+            with pytest.raises(RuntimeError, match="must hold the same tokens"):
+                implementation(hidden, ids, torch.ones(tokens, 3, dtype=torch.float64))
+
+    ranks.run(run)
+
+
 def test_nodes_must_be_even(ranks, moe):
     def run(rank):
         case = moe.Case(name=NAME, ep=8, tp=1, settings=(("ranks_per_node", 3),))

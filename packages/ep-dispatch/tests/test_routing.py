@@ -121,6 +121,7 @@ def test_chunk_bounds_are_those_of_torch_chunk(size, parts):
 @given(
     st.builds(
         Notice,
+        rank=st.integers(0, 1 << 20),
         grad=st.booleans(),
         hidden=st.booleans(),
         weights=st.booleans(),

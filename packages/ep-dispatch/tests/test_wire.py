@@ -52,3 +52,14 @@ def test_what_is_not_finite_stays_so():
         back = decode(encode(x, torch.float8_e4m3fn), torch.float8_e4m3fn, torch.float32)
         assert not back[0].isfinite().all()
         assert back[1].isfinite().all()
+
+
+def test_rows_of_any_size_stay_numbers():
+    """As small as float32 holds them, and larger than it does."""
+    small = torch.tensor([[3e-43, 0.0], [1e-38, 1e-40]])
+    large = torch.tensor([[1e300, 1.0], [-1e300, 0.0]], dtype=torch.float64)
+    for x in (small, large):
+        back = decode(encode(x, torch.float8_e4m3fn), torch.float8_e4m3fn, x.dtype)
+        assert back.isfinite().all()
+    assert back[0, 0] > 1e38
+    assert back[1, 0] < -1e38

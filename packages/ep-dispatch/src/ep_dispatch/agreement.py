@@ -8,7 +8,7 @@ exchange that another has refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -26,6 +26,7 @@ class Notice:
     """What one rank tells the others of its group.
 
     Attributes:
+        rank: its EP rank.
         grad: whether grad mode is on.
         hidden, weights, experts: whether the hidden states, the routing weights, the experts'
             parameters need a gradient.
@@ -38,6 +39,7 @@ class Notice:
         bad_ids: some of its expert ids are out of range.
     """
 
+    rank: int = 0
     grad: bool = False
     hidden: bool = False
     weights: bool = False
@@ -50,30 +52,23 @@ class Notice:
     refused: bool = False
     bad_ids: bool = False
 
-    LENGTH: ClassVar[int] = 6
-
-    @property
-    def needs(self) -> GradNeeds | None:
-        """Which gradients travel, if this is what all ranks agreed on; None if grad mode is off."""
-        if not self.grad:
-            return None
-        rows = self.hidden or self.weights or self.experts
-        return GradNeeds(hidden=self.hidden, weights=self.weights, rows=rows)
+    LENGTH: ClassVar[int] = 7
 
     def encode(self) -> list[int]:
-        """As integers: flags, tokens, batch, width, dtypes; the last is for `bad_ids`, known on the device."""
+        """As integers; the last is for `bad_ids`, which is known on the device."""
         flags = (
             _GRAD * self.grad + _HIDDEN * self.hidden + _WEIGHTS * self.weights
             + _EXPERTS * self.experts + _REFUSED * self.refused
         )  # fmt: skip
         dtypes = 16 * _code(self.dtype) + _code(self.weights_dtype)
-        return [flags, self.tokens, self.batch, self.width, dtypes, int(self.bad_ids)]
+        return [self.rank, flags, self.tokens, self.batch, self.width, dtypes, int(self.bad_ids)]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Notice:
         """The inverse of `encode`."""
-        flags, tokens, batch, width, dtypes, bad_ids = values
+        rank, flags, tokens, batch, width, dtypes, bad_ids = values
         return cls(
+            rank=rank,
             grad=bool(flags & _GRAD),
             hidden=bool(flags & _HIDDEN),
             weights=bool(flags & _WEIGHTS),
@@ -96,47 +91,44 @@ def _dtype(code: int) -> torch.dtype | None:
     return None if code == 0 else DTYPES[code - 1]
 
 
-def agree(notices: Mapping[int, Notice]) -> Notice:
-    """The verdict of some ranks of a group.
+def agree(notices: Sequence[Notice]) -> GradNeeds | None:
+    """The verdict of a group: which gradients travel, None if grad mode is off.
 
     Args:
-        notices: by EP rank.
-
-    Returns:
-        what all of them together would tell others: whose gradients are needed is joined.
+        notices: of all its ranks, in any order.
 
     Raises:
         RuntimeError: a rank refused its inputs, or the ranks' inputs do not fit together.
     """
-    wrong = [p for p, notice in notices.items() if notice.refused or notice.bad_ids]
+    by_rank = {notice.rank: notice for notice in sorted(notices, key=lambda notice: notice.rank)}
+    wrong = [rank for rank, notice in by_rank.items() if notice.refused or notice.bad_ids]
     if wrong:
         raise RuntimeError(
-            f"ranks {wrong} of the EP group refused their inputs, or heard of one that did (each says "
-            "why in an error of its own); nothing was sent."
+            f"ranks {wrong} of the EP group refused their inputs (each says why in an error of its "
+            "own); nothing was sent."
         )
     _same(
         "hidden states of one width and dtype, and routing weights of one dtype",
-        {p: (notice.width, notice.dtype, notice.weights_dtype) for p, notice in notices.items()},
+        {rank: (n.width, n.dtype, n.weights_dtype) for rank, n in by_rank.items()},
     )
     _same(
         "one grad mode (all with gradients, or all under torch.no_grad)",
-        {p: notice.grad for p, notice in notices.items()},
+        {rank: notice.grad for rank, notice in by_rank.items()},
     )
-    tokens = {p: notice.tokens for p, notice in notices.items()}
-    shared = {p: notice.batch for p, notice in notices.items() if notice.batch in notices}
-    if any(tokens[p] != tokens[first] for p, first in shared.items()):
+    tokens = {rank: notice.tokens for rank, notice in by_rank.items()}
+    if any(tokens[rank] != tokens[notice.batch] for rank, notice in by_rank.items()):
+        shared = {rank: notice.batch for rank, notice in by_rank.items()}
         raise RuntimeError(
             f"ranks that share a batch must hold the same tokens, got {tokens} tokens by EP rank, "
             f"which share them with EP rank {shared}; feed the ranks of a TP group the same batch, or "
             "build with sequence_parallel=True if each holds a slice of it."
         )
-    first = next(iter(notices.values()))
-    return replace(
-        first,
-        hidden=any(notice.hidden for notice in notices.values()),
-        weights=any(notice.weights for notice in notices.values()),
-        experts=any(notice.experts for notice in notices.values()),
-    )
+    if not notices[0].grad:
+        return None
+    hidden = any(notice.hidden for notice in notices)
+    weights = any(notice.weights for notice in notices)
+    experts = any(notice.experts for notice in notices)
+    return GradNeeds(hidden=hidden, weights=weights, rows=hidden or weights or experts)
 
 
 def _same(what: str, values: Mapping[int, object]) -> None:

@@ -25,6 +25,7 @@ class AllReduce(EPImplementation):
     decoding step can be captured in a CUDA graph. The ranks' parts are summed in the hidden states'
     dtype.
 
+    Each rank checks its own inputs, and nobody asks the others: where one raises, the others wait for it.
     Expert ids out of range are an error on the CPU; on a device, where looking would be a host
     synchronization, such a slot is skipped.
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks
@@ -43,8 +44,9 @@ class AllToAll(EPImplementation):
 
     Inside `torch.utils.checkpoint.checkpoint(use_reentrant=False)` the routing of the forward is kept
     (integers) and used again in the recomputation: a near tie that the recomputed router decides in
-    another way changes no shape, and the counts travel once. Nothing else of a call is kept on the
-    object: several may be in flight.
+    another way changes no shape, and the counts travel once. (A region inside another one is routed anew
+    when the outer one is recomputed.) Nothing else of a call is kept on the object: several may be in
+    flight.
 
     If `experts_forward` has a method `grouped(rows [R, H], row_of_slot [S], weights [S], offsets [E/P])
     -> [R, H]`, it is called with each row once; else with a copy of the row per slot.
@@ -56,7 +58,7 @@ class AllToAll(EPImplementation):
             None: the hidden states' dtype. The same on all ranks.
         settings: see `EPImplementation`.
 
-    Cost of a forward: one all-to-all of `E/P + 7` integers a rank pair and one host synchronization to
+    Cost of a forward: one all-to-all of `E/P + 8` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
     integer indices.
@@ -81,7 +83,7 @@ class AllToAll(EPImplementation):
 
     def _make_stages(self) -> Sequence[Stage]:
         """The exchanges on the way to the experts."""
-        return [Stage(self.ep_group, tuple(range(self.ep_size)), self.num_experts)]
+        return [Stage(self.ep_group, self.num_experts)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
@@ -106,7 +108,7 @@ class AllToAll(EPImplementation):
             RuntimeError: another rank's inputs are, or the ranks' inputs do not fit together. Both are
                 raised before any row moves, on every rank of the EP group.
 
-        Cost: one all-to-all of `E/P + 7` integers a rank pair, one host synchronization, one all-to-all
+        Cost: one all-to-all of `E/P + 8` integers a rank pair, one host synchronization, one all-to-all
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """
@@ -232,6 +234,7 @@ class AllToAll(EPImplementation):
             width, dtype = hidden_states.shape[1], hidden_states.dtype
             wants_grad = hidden_states.requires_grad
         return Notice(
+            rank=self.ep_rank,
             grad=torch.is_grad_enabled(),
             hidden=wants_grad,
             weights=top_k_weights.requires_grad,
@@ -252,45 +255,51 @@ class AllToAll(EPImplementation):
     ) -> tuple[Routing, Counted, Tensor]:
         """Order rows and slots, tell the other ranks how many come, and reach the verdict.
 
-        A rank that refuses, or hears of one that does, takes part in the counts of the further stages,
-        so that all ranks hear of it, and raises then.
+        A rank that refuses takes part with nothing to send, so that all ranks hear of it. All hear the
+        notices of all, and raise at the end.
 
         Returns:
             the routing, whose last hop lacks `row_of_slot`; the counts of the last stage; for each slot
             sent there its row, counted from the first of its owner.
         """
-        error: Exception | None = None if problem is None else ValueError(problem)
-        hops: list[Hop] = []
-        if error is None:
+        if problem is not None and self.ep_size == 1:
+            raise ValueError(problem)
+        if problem is None:
             first, last = self._slice(top_k_index.shape[0])
-            notice = self._notice(top_k_weights, hidden_states)
-            ids, rows = top_k_index[first:last].reshape(-1), last - first
+            known = [self._notice(top_k_weights, hidden_states)]
+            ids = top_k_index[first:last].reshape(-1)
             token_of_slot = torch.arange(ids.numel(), device=ids.device) // top_k_index.shape[1]
-        for stage in self.stages:
-            if error is not None:
-                stage.refuse(getattr(top_k_index, "device", None))
-                continue
-            with torch.no_grad():
+        else:
+            first = last = 0
+            known = [Notice(rank=self.ep_rank, refused=True)]
+            ids = token_of_slot = torch.empty(0, dtype=torch.int64, device=self._device())
+        hops: list[Hop] = []
+        rows = last - first
+        with torch.no_grad():
+            for stage in self.stages:
                 order = stage.order(token_of_slot, ids, rows)
-                counted = stage.count(order, notice)
-                try:
-                    if counted.notices[stage.members[stage.rank]].bad_ids:
-                        raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
-                    notice = agree(counted.notices)
-                except (ValueError, RuntimeError) as found:
-                    error = found
-                    continue
-                hop = stage.hop(order, counted)
+                counted = stage.count(order, known)
+                known, hop = counted.notices, stage.hop(order, counted)
                 row_in_block = order.row_of_slot[: sum(hop.slots_sent)]
                 if stage is not self.stages[-1]:
-                    (arrived,) = stage.slot_exchange(hop).there([row_in_block])
+                    arrived = row_in_block
+                    if stage.size > 1:
+                        (arrived,) = stage.slot_exchange(hop).there([row_in_block])
                     hop = stage.complete(hop, counted, arrived)
                     token_of_slot, ids, rows = hop.row_of_slot, hop.expert_ids, hop.num_rows
                 hops.append(hop)
-        if error is not None:
-            raise error
-        routing = Routing(top_k_index.shape[0], first, last, tuple(hops), notice.needs)
-        return routing, counted, row_in_block
+        if problem is not None:
+            raise ValueError(problem)
+        if any(notice.bad_ids for notice in known if notice.rank == self.ep_rank):
+            raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
+        needs = agree(known)
+        return Routing(top_k_index.shape[0], first, last, tuple(hops), needs), counted, row_in_block
+
+    def _device(self) -> torch.device:
+        """Where tensors are that the group can send."""
+        if self.ep_group is not None and dist.get_backend(self.ep_group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def _send_weights(
         self, routing: Routing, top_k_weights: Tensor, rows: Tensor | None = None

@@ -22,12 +22,17 @@ class CheckpointMemory:
 
     A region may run the module more than once, and be recomputed more than once: the calls of a
     recomputation come in the order of the forward's. Entries go with the region's graph. All ranks
-    checkpoint alike, so all find an entry, or none does.
+    checkpoint alike, so all find an entry, or none does. Of regions inside each other the innermost
+    counts; when the outer one is recomputed, the inner one is a new region.
     """
 
     def __init__(self) -> None:
         self._routings: WeakKeyDictionary[object, list[Routing]] = WeakKeyDictionary()
         self._recalled: WeakKeyDictionary[object, dict[int, int]] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[CheckpointMemory], tuple[()]]:
+        """Copied or pickled, it is empty: a graph is neither."""
+        return CheckpointMemory, ()
 
     def remember(self, routing: Routing) -> None:
         """Keep the routing of a forward, if that is checkpointed."""

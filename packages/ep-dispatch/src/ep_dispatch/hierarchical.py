@@ -67,12 +67,11 @@ class HierarchicalAllToAll(AllToAll):
         if local == size:
             return super()._make_stages()
         place, node = self.ep_rank % local, self.ep_rank // local
-        across = tuple(range(place, size, local))
-        inside = tuple(range(node * local, (node + 1) * local))
-        groups = [_group(self.ep_group, [ranks[p] for p in part]) for part in (inside, across)]
+        inside = _group(self.ep_group, ranks[node * local : (node + 1) * local])
+        across = _group(self.ep_group, ranks[place::local])
         return [
-            Stage(groups[1], across, self.num_experts),
-            Stage(groups[0], inside, self.num_local_experts * local),
+            Stage(across, self.num_experts),
+            Stage(inside, self.num_local_experts * local),
         ]
 
 

@@ -5,6 +5,7 @@ M = slots of this rank, E = experts of the group, P = its ranks, N = rows sent, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .agreement import Notice
-from .collectives import _all_to_all, group_rank, group_size
+from .collectives import _all_to_all, group_size
 from .exchange import RowExchange, SlotExchange
 from .plan import Hop
 from .routing import SendOrder, expert_major_order
@@ -27,13 +28,13 @@ class Counted:
     Attributes:
         table: [P, E/P + 1] int64 of the slots and rows that arrive, on the device.
         leaving, arriving: the same of what leaves and arrives, known to the host.
-        notices: by EP rank.
+        notices: all that the ranks of the stage knew.
     """
 
     table: Tensor
     leaving: list[list[int]]
     arriving: list[list[int]]
-    notices: dict[int, Notice]
+    notices: list[Notice]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +43,10 @@ class Stage:
 
     Attributes:
         group: the ranks; None: this one alone.
-        members: their EP ranks.
         experts: E.
     """
 
     group: ProcessGroup | None
-    members: tuple[int, ...]
     experts: int
 
     @property
@@ -61,35 +60,39 @@ class Stage:
             token_of_slot, expert_ids, tokens=tokens, experts=self.experts, ranks=self.size
         )
 
-    def count(self, order: SendOrder, notice: Notice) -> Counted:
-        """Tell every rank how many slots come for each of its experts, how many rows, and the notice.
+    def count(self, order: SendOrder, known: Sequence[Notice]) -> Counted:
+        """Tell every rank how many slots come for each of its experts, how many rows, and notices.
 
-        Cost: one all-to-all of `E/P + 7` integers a rank pair, and a host synchronization.
+        Args:
+            order: of what this rank sends.
+            known: this rank's notice, or those that it learned in the stages before; each rank of the
+                group has as many.
+
+        Cost: one all-to-all of `E/P + 1` integers and 7 a notice for each rank pair, and a host
+        synchronization.
         """
         counted = self.experts // self.size + 1
-        table = order.counts.new_empty((self.size, counted + Notice.LENGTH))
+        told = [number for notice in known for number in notice.encode()]
+        table = order.counts.new_empty((self.size, counted + len(told)))
         table[:, : counted - 1] = order.counts.view(self.size, -1)
         table[:, counted - 1] = order.rows_per_owner
-        table[:, counted:] = table.new_tensor(notice.encode())
-        table[:, -1] = order.invalid
+        table[:, counted:] = table.new_tensor(told)
+        table[:, -1] += order.invalid  # only the first stage has ids that may be
         arrived = table
         if self.group is not None and self.size > 1:
             each = [1] * self.size
             arrived = _all_to_all(table, self.group, each, each)
         sent, received = torch.stack([table, arrived]).tolist()  # the host synchronization
-        notices = [Notice.decode(row[counted:]) for row in received]
         return Counted(
             arrived[:, :counted],
             [row[:counted] for row in sent],
             [row[:counted] for row in received],
-            dict(zip(self.members, notices, strict=True)),
+            [
+                Notice.decode(row[at : at + Notice.LENGTH])
+                for row in received
+                for at in range(counted, len(row), Notice.LENGTH)
+            ],
         )
-
-    def refuse(self, device: torch.device | None) -> None:
-        """Take part in the counts with nothing to send, and let the others raise."""
-        if self.size > 1:
-            nothing = torch.empty(0, dtype=torch.int64, device=device)
-            self.count(self.order(nothing, nothing, 0), Notice(refused=True))
 
     def hop(self, order: SendOrder, counted: Counted) -> Hop:
         """Where the rows go; but for `row_of_slot`, which the senders know (`complete`)."""
@@ -141,8 +144,3 @@ class Stage:
         if back:
             send, receive = receive, send
         return RowExchange(self.group, send, receive, wire)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the group."""
-        return group_rank(self.group)

@@ -32,10 +32,15 @@ def encode(x: Tensor, wire: torch.dtype | None) -> Tensor:
         return x
     if wire is not torch.float8_e4m3fn:
         return x.to(wire)
+    limits = torch.finfo(torch.float32)
+    if x.dtype is torch.float64:
+        # What is finite there and not in float32 becomes the largest; what is not finite stays so.
+        x = torch.where(x.isfinite(), x.clamp(limits.min, limits.max), x)
     rows = x.float()
-    # A row of zeros keeps the scale 1; what is not finite stays so.
-    scales = rows.abs().amax(dim=1, keepdim=True) if x.shape[1] else rows.new_ones((len(x), 1))
-    scales = torch.where(scales == 0, 1.0, scales / _LARGEST)
+    if x.shape[1]:
+        scales = (rows.abs().amax(dim=1, keepdim=True) / _LARGEST).clamp(min=limits.tiny)
+    else:
+        scales = rows.new_ones((len(x), 1))
     values = (rows / scales).clamp_(-_LARGEST, _LARGEST).to(wire)
     return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
