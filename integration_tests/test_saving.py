@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,28 @@ def test_a_checkpoint_is_saved_over_the_one_it_was_loaded_from(
         "model.safetensors",
         "tokenizer.json",
     }
+    found = contents(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in names.items())
+
+
+def resave_here(rank: int, path: str) -> list[str]:
+    """Save to the working directory; what is in it afterwards."""
+    started = Path.cwd()
+    os.chdir(path)
+    try:
+        resave(rank, path, ".", MIXED, {})
+        assert Path.cwd() == Path(path)
+        return sorted(entry.name for entry in Path().iterdir())
+    finally:
+        os.chdir(started)
+
+
+def test_the_working_directory_is_saved_to_and_stays(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    build("qwen3_moe").save_pretrained(path, max_shard_size="30KB")
+    names = {name: tensor.clone() for name, tensor in contents(path).items()}
+    told = ranks.run(resave_here, str(path))
+    assert told == [["config.json", "generation_config.json", "model.safetensors"]] * 8
     found = contents(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in names.items())
 

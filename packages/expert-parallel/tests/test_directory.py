@@ -103,6 +103,109 @@ def test_a_killed_process_leaves_the_old_checkpoint(old: Path) -> None:
     assert files(old) == NEW | KEPT
 
 
+@pytest.fixture(
+    params=[
+        "mount point",
+        "holds a mount point",
+        "bind mount",
+        "parent",
+        "sticky",
+        "working directory",
+    ]
+)
+def staying(request: pytest.FixtureRequest, old: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint directory that can't be exchanged for another one."""
+    from expert_parallel import directory
+
+    access, mounts = os.access, {"mount point": old, "holds a mount point": old / "runs"}
+    if request.param in mounts:
+        monkeypatch.setattr(os.path, "ismount", lambda path: path == mounts[request.param])
+    elif request.param == "bind mount":
+        monkeypatch.setattr(directory, "_mount_points", lambda: {str(old)})
+    elif request.param == "parent":
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: path != old.parent and access(path, mode)
+        )
+    elif request.param == "sticky":
+        old.parent.chmod(0o1777)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        monkeypatch.chdir(old)
+    return old
+
+
+def test_a_directory_that_must_stay_is_filled_by_file(staying: Path) -> None:
+    before = staying.stat().st_ino
+    write_new(staying)
+    assert files(staying) == NEW | KEPT
+    assert staying.stat().st_ino == before
+    assert {entry.name for entry in staying.iterdir()} == {*NEW, "tokenizer.json", "runs"}
+    assert [entry.name for entry in staying.parent.iterdir()] == ["checkpoint"]
+
+
+def test_an_error_leaves_the_old_checkpoint_in_a_directory_that_must_stay(staying: Path) -> None:
+    before = files(staying)
+    with pytest.raises(RuntimeError, match="broken"):
+        write_half(staying)
+    assert files(staying) == before
+    assert {entry.name for entry in staying.iterdir()} == {name.split("/")[0] for name in before}
+
+
+def test_the_working_directory_can_be_named_by_a_dot(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(old)
+    write_new(Path())
+    assert Path.cwd() == old
+    assert files(Path()) == NEW | KEPT
+
+
+def write_all(path: Path, names: list[str]) -> None:
+    with replaced_directory(path) as folder:
+        for name in names:
+            (folder / name).write_text("new")
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_an_interrupted_move_loses_no_new_file(
+    old: Path, moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = [
+        "model-00001-of-00001.safetensors",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "config.json",
+    ]
+    replace, called = os.replace, 0
+
+    def interrupted(source: Path, target: Path) -> None:
+        nonlocal called
+        if called == moved:
+            raise OSError("no more")
+        called += 1
+        replace(source, target)
+
+    monkeypatch.chdir(old)
+    monkeypatch.setattr(os, "replace", interrupted)
+    before = files(old)
+    with pytest.raises(OSError, match="no more"):
+        write_all(old, sorted(order))
+    (rest,) = old.glob(".saving-*")
+    assert files(rest) == dict.fromkeys(order[moved:], "new")
+    found = {name: text for name, text in files(old).items() if not name.startswith(".")}
+    assert found == before | dict.fromkeys(order[:moved], "new")
+
+
+def test_a_mount_point_of_the_same_file_system_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from expert_parallel.directory import _mount_points
+
+    line = rb"36 35 98:0 /some /mnt/a\040b\134c rw,noatime master:1 - ext3 /dev/root rw"
+    monkeypatch.setattr(Path, "read_bytes", lambda _: line + b"\n")
+    assert _mount_points() == {"/mnt/a b\\c"}
+
+
 def test_a_first_checkpoint_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with replaced_directory(path) as folder:

@@ -45,7 +45,9 @@ def save_pretrained(
 
     The first rank writes: safetensors files of at most `max_shard_size` with an index, tied
     weights and copied key-value heads once, the config and the generation config. The
-    directory is replaced at once, at the end: see `expert_parallel.directory`.
+    directory is replaced at once, at the end; file by file, so that an interruption in between
+    leaves some of each, where it can't be renamed (a mount point, a parent that is read-only) or
+    is the first rank's working directory: see `expert_parallel.directory`.
 
     Args:
         model: a sharded model, or an ordinary one.
