@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,58 @@ def test_arguments_that_one_rank_refuses_are_refused_by_all(ranks: RankPool, fol
     assert all("ValueError: Input length" in each for each in told)
     assert told[6].startswith("ValueError")
     assert told[0].startswith("OtherRankError: Generating failed on rank 6")
+
+
+INPUTS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
+    "lengths": lambda rank: {"input_ids": torch.full((1, 3 + rank % 3), 50)},
+    "rows": lambda rank: {"input_ids": torch.full((1 + rank % 2, 3), 50)},
+    "values": lambda rank: {"input_ids": torch.full((1, 3), 50 + rank)},
+    "masks": lambda rank: {
+        "input_ids": torch.full((1, 3), 50),
+        "attention_mask": torch.tensor([[rank % 2, 1, 1]]),
+    },
+}
+
+
+@pytest.mark.parametrize("config", [MIXED, dispatching(tp_size=8, ep_size=8)], ids=name_of)
+@pytest.mark.parametrize("inputs", [*INPUTS])
+def test_different_inputs_in_a_tp_group_are_refused(
+    ranks: RankPool, folder: Path, config: dict[str, Any], inputs: str
+) -> None:
+    def differ(rank: int, path: str) -> str:
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+        with pytest.raises(ValueError, match="must be given the same inputs") as caught:
+            model.generate(**INPUTS[inputs](rank), max_new_tokens=2)
+        # The ranks are together still.
+        model.generate(prompt(batch_of(model, rank)), max_new_tokens=2)
+        return str(caught.value)
+
+    told = ranks.run(differ, checkpoint(folder, "qwen3_moe"), timeout=60)
+    tp = config["tp_size"]
+    for first in range(0, 8, tp):
+        group = range(first, first + tp)
+        assert len({told[rank] for rank in group}) == 1
+        odd = [r for r in group if not same(INPUTS[inputs](r), INPUTS[inputs](first))]
+        assert f"rank(s) {odd} were given others than rank {first}." in told[first]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def differ_in_one_group(rank: int, path: str) -> str:
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=MIXED)
+    with pytest.raises((ValueError, OtherRankError)) as caught:
+        model.generate(torch.full((1, 5 if rank == 3 else 3), 50), max_new_tokens=2)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_the_groups_of_a_replica_hear_that_one_was_given_different_inputs(
+    ranks: RankPool, folder: Path
+) -> None:
+    told = ranks.run(differ_in_one_group, checkpoint(folder, "qwen3_moe"), timeout=60)
+    assert all("rank(s) [3] were given others than rank 2" in each for each in told)
+    assert [rank for rank, each in enumerate(told) if each.startswith("ValueError")] == [2, 3]
 
 
 @pytest.mark.parametrize(

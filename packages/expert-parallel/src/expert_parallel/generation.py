@@ -14,6 +14,7 @@ scores, and the same answer from criteria that look at a clock: those of their f
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,12 +46,13 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         OtherRankError: another rank of this replica refused its arguments.
-        ValueError: the arguments make ranks with different batches run different numbers of
-            forwards before the first token, or per step (`prefill_chunk_size`, assisted and
-            prompt-lookup decoding).
+        ValueError: ranks of a TP group were given different inputs; or the arguments make ranks
+            with different batches run different numbers of forwards before the first token, or per
+            step (`prefill_chunk_size`, assisted and prompt-lookup decoding).
 
-    Costs, beside the forwards: with `tp_size > 1` a broadcast of the scores [B, vocabulary] per
-    token; with `fsdp_size > 1` a one-number all-reduce per token.
+    Costs, beside the forwards: with `tp_size > 1` a gather of one number at the start, and a
+    broadcast of the scores [B, vocabulary] per token; with `fsdp_size > 1` a one-number all-reduce
+    per token.
     """
     state = ep_plans.parallel_state(model)
     plain: Callable[..., Any] = type(model).generate.__get__(model)  # type: ignore[attr-defined]
@@ -65,6 +67,7 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             _check_same_steps(model, named)
             overrides.update(unfinished=steps, before_first=steps.begin)
         if mesh.size("tp") > 1:
+            _check_same_inputs(mesh, named)
             named = _follow_leader(model, mesh, named)
             _share_random_state(mesh)
             # Computed from the config's heads, of which each rank has some; None: by the first keys.
@@ -164,6 +167,39 @@ def _follow_leader(
             [_LeadersVerdict(criterion, mesh) for criterion in criteria]
         )
     return changed
+
+
+def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any]) -> None:
+    """Raise on all ranks of a TP group if their inputs differ: their collectives would too."""
+    group, ranks = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)
+    digest = torch.tensor([_digest(kwargs)], device=mesh.device)
+    digests = torch.empty(len(ranks), dtype=digest.dtype, device=mesh.device)
+    dist.all_gather_into_tensor(digests, digest, group=group)
+    first, *others = digests.tolist()
+    different = [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]
+    if not different:
+        return
+    shapes: list[Any] = [None] * len(ranks)
+    given = {name: [*value.shape] for name, value in kwargs.items() if torch.is_tensor(value)}
+    dist.all_gather_object(shapes, given, group=group)
+    told = "; ".join(f"rank {rank}: {held}" for rank, held in zip(ranks, shapes, strict=True))
+    raise ValueError(
+        "The ranks of a TP group must be given the same inputs, since they compute one batch. Of "
+        f"the group {[*ranks]}, rank(s) {different} were given others than rank {ranks[0]}. "
+        f"Shapes: {told}. Give each group one batch (and one padding)."
+    )
+
+
+def _digest(kwargs: dict[str, Any]) -> int:
+    """A hash of the tensors: of ids and masks the values, of others, which can be rounded, shapes."""
+    found = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(kwargs.items()):
+        if not torch.is_tensor(value):
+            continue
+        found.update(f"{name}{[*value.shape]}".encode())
+        if not value.is_floating_point() and not value.is_complex():
+            found.update(value.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return int.from_bytes(found.digest(), "little", signed=True)
 
 
 def _share_random_state(mesh: ParallelMesh) -> None:
