@@ -7,14 +7,23 @@ Several elementwise passes over [S, U] cost more in memory and in memory traffic
 They are made over a block of slots at a time: on a CPU a block stays in the cache, so that also
 float32 copies of 16-bit values cost little; on a GPU it is large enough to fill the device, and its
 temporaries do not grow with S.
+
+[Note: activations that can't be computed twice]
+Backward computes the activation again, by autograd, from the first projection as it was. One that
+draws random numbers (dropout) would draw others; one that works in place would overwrite what it is
+to be computed from. So each is tried on one row of zeros: what draws goes by plain autograd, what
+writes is given copies. The trial looks at the operators that run: it stops before one draws, so
+that the state of no generator is read or changed, which on a GPU the host might have to wait for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec
@@ -23,7 +32,9 @@ _CPU_BLOCK = 1 << 17  # elements: half a MiB in float32
 _GPU_BLOCK = 1 << 24
 
 
-def scaled_activation(spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: int) -> Tensor:
+def scaled_activation(
+    spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: int, *, copies: bool
+) -> Tensor:
     """`weights * activation(pre)`: the input of the second projection.
 
     Args:
@@ -31,6 +42,7 @@ def scaled_activation(spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: in
         pre: [S, U], the first projection.
         weights: [S], the routing weights.
         inner: I.
+        copies: whether the activation is given copies, as one that works in place needs.
 
     Returns:
         [S, I] of the dtype of `pre`. In 16 bit the product is computed in float32 and rounded once.
@@ -42,13 +54,19 @@ def scaled_activation(spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: in
             gate, up = part.to(accumulation_dtype(part.dtype)).chunk(2, dim=-1)
             hidden = nn.functional.silu(gate).mul_(up)
         else:
-            hidden = activate(spec, part)
+            hidden = activate(spec, part, copies=copies)
         torch.mul(hidden, weight, out=to)
     return out
 
 
 def scaled_activation_backward(
-    spec: ExpertsSpec, pre: Tensor, weights: Tensor, grad: Tensor, *, out: Tensor | None
+    spec: ExpertsSpec,
+    pre: Tensor,
+    weights: Tensor,
+    grad: Tensor,
+    *,
+    copies: bool,
+    out: Tensor | None,
 ) -> Tensor:
     """The gradients of `scaled_activation`, which is computed again on the way.
 
@@ -58,6 +76,7 @@ def scaled_activation_backward(
         weights: [S], the routing weights.
         grad: [S, I], the gradient of the scaled activation. Overwritten by the scaled activation
             itself, which the gradient of the second weight needs.
+        copies: as for `scaled_activation`.
         out: [S, U], receives the gradient of `pre`; may be `pre`. None: it is not wanted.
 
     Returns:
@@ -65,16 +84,20 @@ def scaled_activation_backward(
     """
     wide = accumulation_dtype(pre.dtype)
     weights_grad = pre.new_empty(pre.shape[0], dtype=wide)
-    backward = _silu_gated_backward if is_silu_gated(spec) else _any_backward
+    fast = is_silu_gated(spec)
     # `out` may be `pre`: each block is read before it is written.
     tensors = (pre, weights.unsqueeze(1), grad, weights_grad, pre if out is None else out)
     for part, weight, into, dot, to in blocks(pre.shape[1], *tensors):
-        backward(spec, part, weight.to(wide), into, dot, None if out is None else to)
+        wanted = None if out is None else to
+        if fast:
+            _silu_gated_backward(part, weight.to(wide), into, dot, wanted)
+        else:
+            _any_backward(spec, part, weight.to(wide), into, dot, wanted, copies)
     return weights_grad
 
 
 def _silu_gated_backward(
-    spec: ExpertsSpec, pre: Tensor, weight: Tensor, grad: Tensor, dot: Tensor, out: Tensor | None
+    pre: Tensor, weight: Tensor, grad: Tensor, dot: Tensor, out: Tensor | None
 ) -> None:
     wide = weight.dtype
     gate, up = pre.to(wide).chunk(2, dim=-1)
@@ -92,11 +115,17 @@ def _silu_gated_backward(
 
 
 def _any_backward(
-    spec: ExpertsSpec, pre: Tensor, weight: Tensor, grad: Tensor, dot: Tensor, out: Tensor | None
+    spec: ExpertsSpec,
+    pre: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    dot: Tensor,
+    out: Tensor | None,
+    copies: bool,
 ) -> None:
     with torch.enable_grad():
         leaf = pre.detach().requires_grad_(out is not None)
-        activated = activate(spec, leaf)
+        activated = activate(spec, leaf, copies=copies)
     hidden, received = activated.detach(), grad.to(weight.dtype)
     torch.sum(received * hidden, dim=-1, out=dot)
     received = (received * weight).to(activated.dtype)
@@ -106,13 +135,13 @@ def _any_backward(
         out.copy_(gradient)
 
 
-def activate(spec: ExpertsSpec, pre: Tensor) -> Tensor:
+def activate(spec: ExpertsSpec, pre: Tensor, *, copies: bool = False) -> Tensor:
     """The spec's activation in the dtype of `pre`, out of reach of autocast.
 
     Backward, where autocast is off, computes it again and must find the same values.
     """
     with torch.autocast(pre.device.type, enabled=False):
-        return spec.activate(pre)
+        return spec.activate(pre, copies=copies)
 
 
 def is_silu_gated(spec: ExpertsSpec) -> bool:
@@ -122,15 +151,79 @@ def is_silu_gated(spec: ExpertsSpec) -> bool:
     return silu and spec.gated and spec.gate is None and not spec.interleaved
 
 
-def uses_parameters(spec: ExpertsSpec, like: Tensor, width: int) -> bool:
-    """Whether the activation has parameters of its own that want a gradient (tried on one row)."""
-    if not torch.is_grad_enabled() or is_silu_gated(spec):
-        return False
-    return activate(spec, like.detach().new_zeros(1, width)).requires_grad
+class Trial(NamedTuple):
+    """What an activation does besides computing.
+
+    Attributes:
+        learns: it has parameters of its own that want a gradient.
+        draws: it draws random numbers.
+        writes: it may write to what it is applied to.
+    """
+
+    learns: bool
+    draws: bool
+    writes: bool
+
+
+def try_activation(spec: ExpertsSpec, like: Tensor, width: int) -> Trial:
+    """Try the activation on one row of `width` zeros, of the dtype and device of `like`.
+
+    Not cached: a module may change between calls, by `train()` for one. Under torch.compile and for
+    `is_silu_gated` nothing is tried: what the activation says of itself is believed.
+    """
+    if torch.compiler.is_compiling() or is_silu_gated(spec):
+        writes = bool(getattr(spec.activation, "inplace", False))
+        return Trial(learns=False, draws=False, writes=writes)
+    row = like.detach().new_zeros(1, width)
+    version = 0 if row.is_inference() else row._version  # inference tensors keep none
+    watch = _Watch()
+    try:
+        with watch:
+            out = activate(spec, row)
+    except _DrawsError:
+        pass
+    if watch.draws:  # and what it would have done next is not known
+        return Trial(learns=False, draws=True, writes=True)
+    writes = not row.is_inference() and row._version != version
+    return Trial(learns=out.requires_grad, draws=False, writes=writes)
+
+
+class _DrawsError(BaseException):
+    """Ends a trial. No `Exception`, which an activation might catch."""
+
+
+class _Watch(TorchDispatchMode):
+    """Stops at the first operator that draws random numbers, before it does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without it, an activation that is itself compiled would run as written ever after."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.draws = True
+            raise _DrawsError
+        return func(*args, **(kwargs or {}))
+
+
+def fits_a_block(slots: int, width: int, device: torch.device) -> bool:
+    """Whether passes over [S, U] are made in one."""
+    return slots <= _slots_of_block(width, device)
 
 
 def blocks(width: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Parts of tensors of S slots, a block of slots at a time, for passes over [S, width]."""
-    elements = _CPU_BLOCK if tensors[0].device.type == "cpu" else _GPU_BLOCK
-    slots = max(1, elements // max(1, width))
+    slots = _slots_of_block(width, tensors[0].device)
     return zip(*(tensor.split(slots) for tensor in tensors), strict=True)
+
+
+def _slots_of_block(width: int, device: torch.device) -> int:
+    elements = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+    return max(1, elements // max(1, width))

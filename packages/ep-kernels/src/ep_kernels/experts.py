@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .activation import try_activation
 from .grouped import choose_backend, counts_of, expert_of_slot, grouped_mm, loop_mm
 from .local import touch
 from .rows import accumulation_dtype
@@ -115,7 +116,10 @@ def _mlp(
         return masked(_add_bias(out, bias, expert))
 
     up = linear(rows, weights.up, weights.up_bias)
-    out = linear(spec.activate(up), weights.down, weights.down_bias)
+    # Autograd forbids writing to one of the two parts that `chunk` gives.
+    chunked = spec.gated and spec.gate is None and torch.is_grad_enabled()
+    copies = chunked and try_activation(spec, up, up.shape[1]).writes
+    out = linear(spec.activate(up, copies=copies), weights.down, weights.down_bias)
     return out if spec.post_norm is None else masked(spec.post_norm(out))
 
 

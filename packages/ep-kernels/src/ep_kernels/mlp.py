@@ -13,7 +13,7 @@ is <dY @ D^T, h> + <dY, b>, with dY @ D^T computed for h in any case, and that o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from .activation import (
     blocks,
+    fits_a_block,
+    is_silu_gated,
     scaled_activation,
     scaled_activation_backward,
-    uses_parameters,
+    try_activation,
 )
 from .grouped import Products, Taken, choose_products, expert_of_slot
 from .local import touch
@@ -33,12 +35,33 @@ from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
 Recompute = Literal["none", "gate_up"]
 
 
-def needs_plain_autograd(spec: ExpertsSpec, parameters: ExpertsWeights) -> bool:
-    """Whether `experts_mlp` can't compute these experts, or torch.compile can't trace it."""
+class Way(NamedTuple):
+    """How to compute some experts.
+
+    Attributes:
+        plain: by plain autograd: `experts_mlp` can't, or torch.compile can't trace it.
+        copies: with an activation that is given copies of its input, as it may write there.
+    """
+
+    plain: bool
+    copies: bool
+
+
+def choose_way(spec: ExpertsSpec, parameters: ExpertsWeights, slots: int) -> Way:
+    """How to compute the experts on so many slots.
+
+    Costs a run of the activation on one row, and no host synchronization.
+    """
     if spec.post_norm is not None or torch.compiler.is_compiling():
-        return True
+        return Way(plain=True, copies=False)
     width = parameters.up.shape[2 if spec.transposed else 1]
-    return uses_parameters(spec, parameters.up, width)
+    # Without gradients, what is drawn matters to a reentrant checkpoint alone: to draw the same
+    # again, by plain autograd, it takes one pass over all slots.
+    grad = torch.is_grad_enabled()
+    if is_silu_gated(spec) or (not grad and fits_a_block(slots, width, parameters.up.device)):
+        return Way(plain=False, copies=False)
+    trial = try_activation(spec, parameters.up, width)
+    return Way(plain=trial.learns or trial.draws, copies=grad and trial.writes)
 
 
 def experts_mlp(
@@ -49,18 +72,20 @@ def experts_mlp(
     weights: Tensor,
     offsets: Tensor,
     recompute: Recompute = "none",
+    copies: bool = True,
 ) -> Tensor:
     """For every row, the sum over its slots of weight times the slot's expert on the row.
 
     Args:
-        spec: how the experts are put together; without `post_norm`, and with an activation that has
-            no parameters.
+        spec: how the experts are put together; without `post_norm`, and with an activation that
+            neither has parameters nor draws random numbers.
         parameters: the weights of E experts.
         rows: [R, H]. Cast to the dtype of the parameters, or to autocast's.
         row_of_slot: [S] int64, grouped by expert.
         weights: [S], the routing weights, of any float dtype.
         offsets: [E], integer: the end of each expert's slots; the last one is S.
         recompute: "gate_up" also computes the first projection again in backward.
+        copies: whether the activation is given copies, as one that works in place needs.
 
     Returns:
         [R, H] of the dtype of the rows, summed in float32 or wider. A row without slots is zero.
@@ -86,6 +111,7 @@ def experts_mlp(
         products=choose_products(offsets, row_of_slot.shape[0], dtype, *sizes),
         dtype=dtype,
         recomputes=recompute == "gate_up",
+        copies=copies,
         keeps=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
     )
     out: Tensor = _ExpertsMLP.apply(plan, rows, weights, row_of_slot, offsets, *parameters)
@@ -101,6 +127,7 @@ class _Plan:
         products: who multiplies.
         dtype: that products are computed in.
         recomputes: whether backward computes the first projection again.
+        copies: whether the activation is given copies.
         keeps: whether there will be a backward.
     """
 
@@ -108,6 +135,7 @@ class _Plan:
     products: Products
     dtype: torch.dtype
     recomputes: bool
+    copies: bool
     keeps: bool
 
     def project(self, x: Tensor | Taken, weight: Tensor) -> Tensor:
@@ -155,7 +183,7 @@ class _ExpertsMLP(torch.autograd.Function):
         by_row = slots_by_row(row_of_slot, rows.shape[0])
         pre = plan.first_projection(rows, row_of_slot, offsets, up, up_bias)
         inner = down.shape[1 if plan.spec.transposed else 2]
-        hidden = scaled_activation(plan.spec, pre, weights, inner)
+        hidden = scaled_activation(plan.spec, pre, weights, inner, copies=plan.copies)
         if plan.keeps:
             ctx.plan = plan
             ctx.like_rows = rows.dtype
@@ -200,7 +228,12 @@ class _ExpertsMLP(torch.autograd.Function):
         out_grad = plan.take(grads[0].contiguous(), row_of_slot)
         hidden = plan.project_back(out_grad, down)  # its gradient, until the next line
         weights_grad = scaled_activation_backward(
-            plan.spec, pre, weights, hidden, out=pre_grad if need_pre else None
+            plan.spec,
+            pre,
+            weights,
+            hidden,
+            copies=plan.copies,
+            out=pre_grad if need_pre else None,
         )
         del pre
         if need_rows:  # before the weights' gradients, so that its temporaries don't add to them

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .experts import experts_forward
 from .grouped import expert_of_slot
 from .local import local_parameters, touch
-from .mlp import Recompute, experts_mlp, needs_plain_autograd
+from .mlp import Recompute, choose_way, experts_mlp
 from .rows import sum_rows, take_rows
 from .spec import ExpertsSpec, ExpertsWeights
 
@@ -69,8 +69,8 @@ def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none")
 
     Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
     and does not recompute, is the way of: experts with a norm after them, activations with
-    parameters of their own, torch.compile, and calls where the host does not know how many slots
-    are valid. A module's own forward saves what it will.
+    parameters of their own or that draw random numbers (dropout), torch.compile, and calls where
+    the host does not know how many slots are valid. A module's own forward saves what it will.
 
     Raises:
         ValueError: an unknown `recompute`.
@@ -123,10 +123,18 @@ class _ModuleExperts:
         offsets: Tensor,
         num_used: int | None,
     ) -> Tensor:
-        if needs_plain_autograd(self._spec, parameters):
+        way = choose_way(self._spec, parameters, row_of_slot.shape[0])
+        if way.plain:
             return self._plain(parameters, rows, row_of_slot, weights, offsets, num_used)
         return experts_mlp(
-            self._spec, parameters, rows, row_of_slot, weights, offsets, self._recompute
+            self._spec,
+            parameters,
+            rows,
+            row_of_slot,
+            weights,
+            offsets,
+            self._recompute,
+            way.copies,
         )
 
     def _plain(

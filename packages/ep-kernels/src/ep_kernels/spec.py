@@ -134,21 +134,28 @@ class ExpertsSpec:
         assert down is not None
         return ExpertsWeights(up, down, read(self.up_bias), read(self.down_bias))
 
-    def activate(self, x: Tensor) -> Tensor:
-        """From the first projection [R, U] to the second one's input [R, I]."""
+    def activate(self, x: Tensor, *, copies: bool = False) -> Tensor:
+        """From the first projection [R, U] to the second one's input [R, I].
+
+        With `copies`, the activation is applied to a copy, for one that works in place.
+        """
+
+        def given(part: Tensor) -> Tensor:
+            return part.clone() if copies else part
+
         if self.gate is not None:
-            return self.gate(x)
+            return self.gate(given(x))
         activation = self.activation
         if isinstance(activation, str):
             activation = getattr(nn.functional, activation)
         assert activation is not None
         if not self.gated:
-            return activation(x)
+            return activation(given(x))
         if self.interleaved:
             gate, up = x[..., ::2], x[..., 1::2]
         else:
             gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
+        return activation(given(gate)) * up
 
 
 def why_not(experts: nn.Module) -> str | None:
