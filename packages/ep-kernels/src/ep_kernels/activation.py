@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._compat import TorchDispatchMode
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec
 
