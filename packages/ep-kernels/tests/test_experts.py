@@ -59,13 +59,17 @@ def test_equals_reference_in_every_kind_and_dtype(kind: str, dtype: torch.dtype)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(0, 99), st.booleans())
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 6), st.integers(0, 99))
 def test_equals_reference_for_any_routing(
-    num_rows: int, slots: int, num_experts: int, seed: int, double: bool
+    num_rows: int, slots: int, num_experts: int, seed: int
 ) -> None:
-    """No rows, one row, every slot skipped, one expert, ids repeated within a row."""
+    """No rows, one row, every slot skipped, one expert, ids repeated within a row.
+
+    In float64: a routing weight's gradient is a scalar product, which may cancel, so that the
+    relative error of some draw in float32 has no bound.
+    """
     torch.manual_seed(seed)
-    dtype = torch.float64 if double else torch.float32
+    dtype = torch.float64
     experts = Experts(num_experts, dtype=dtype, has_bias=True)
     check(experts, *routed(num_experts, num_rows, slots, dtype, seed), BOUNDS[dtype])
 
