@@ -27,9 +27,10 @@ def torchtitan_token_dispatchers() -> tuple[Any, Any]:
         config = importlib.import_module("torchtitan.config")
         return importlib.import_module("torchtitan.models.common.token_dispatcher"), config.override
     except (ImportError, AttributeError) as error:
-        raise ImportError(
+        raise ModuleNotFoundError(
             "ep_dispatch.adapters.torchtitan needs torchtitan 0.3.0 or newer and what it imports for its "
-            f"MoE (spmd_types, triton, tyro): {error}."
+            f"MoE (spmd_types, triton, tyro): {error}.",
+            name="torchtitan",
         ) from error
 
 
