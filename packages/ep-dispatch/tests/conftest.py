@@ -230,10 +230,20 @@ def check(
                 assert (total[expert] == 0).all(), "an idle expert's gradient is exactly zero"
 
 
+def check_all(rank: int, cases: list[Case]) -> None:
+    """The law for each case; a failure names its case."""
+    for case in cases:
+        try:
+            check(rank, case)
+        except BaseException as failure:
+            failure.add_note(str(case))
+            raise
+
+
 @pytest.fixture(scope="session")
 def moe() -> SimpleNamespace:
     """What is above, for tests and for the functions that they run on ranks."""
     return SimpleNamespace(
-        Case=Case, Experts=Experts, build=build, check=check, error=error, groups=groups,
+        Case=Case, Experts=Experts, build=build, check=check, check_all=check_all, error=error, groups=groups,
         reference=reference, routes=routes, whole_inputs=whole_inputs, nullcontext=contextlib.nullcontext,
     )  # fmt: skip

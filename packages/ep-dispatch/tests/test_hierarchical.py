@@ -7,15 +7,6 @@ import torch.distributed as dist
 NAME = "all_to_all_hierarchical"
 
 
-def everything(rank, moe, cases):
-    for case in cases:
-        try:
-            moe.check(rank, case)
-        except BaseException as failure:
-            failure.add_note(str(case))
-            raise
-
-
 def on_nodes(moe, ranks_per_node, **fields):
     return moe.Case(name=NAME, settings=(("ranks_per_node", ranks_per_node),), **fields)
 
@@ -28,7 +19,7 @@ def test_equals_one_process(ranks, moe, ranks_per_node, ep, tp):
         on_nodes(moe, ranks_per_node, ep=ep, tp=tp, tokens=tokens, experts=16, routing=routing)
         for routing in ("random", "one", "repeated", "first", "skipped")
     ]
-    ranks.run(everything, moe, cases)
+    ranks.run(moe.check_all, cases)
 
 
 def test_few_tokens_and_frozen_parts(ranks, moe):
@@ -45,7 +36,7 @@ def test_few_tokens_and_frozen_parts(ranks, moe):
                  frozen_batches=batches, frozen_ranks=frozen)
         for batches, frozen in (((0, 3), ()), ((1,), (0, 2, 3)), ((0, 1, 2, 3), (0, 1, 6, 7)))
     ]  # fmt: skip
-    ranks.run(everything, moe, cases, timeout=120)
+    ranks.run(moe.check_all, cases, timeout=120)
 
 
 @pytest.mark.parametrize("routing", ["random", "first", "one", "repeated", "skipped"])

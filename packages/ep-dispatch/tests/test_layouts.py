@@ -27,15 +27,6 @@ def test_equals_one_process(ranks, moe, name, world, ep, tp):
     ranks.run(moe.check, case, world=world)
 
 
-def everything(rank, moe, cases):
-    for case in cases:
-        try:
-            moe.check(rank, case)
-        except BaseException as failure:
-            failure.add_note(str(case))
-            raise
-
-
 @pytest.mark.parametrize("name", ["all_to_all", "all_reduce"])
 def test_routing(ranks, moe, name):
     """Whatever the router chooses: one expert for all, repeated ids, skipped slots, K = 1 to E."""
@@ -45,7 +36,7 @@ def test_routing(ranks, moe, name):
         for routing in ("one", "repeated", "first", "skipped")
     ]
     cases += [moe.Case(name=name, tp=tp, tokens=tokens, top_k=k) for k in range(1, 9)]
-    ranks.run(everything, moe, cases)
+    ranks.run(moe.check_all, cases)
 
 
 def test_few_tokens(ranks, moe):
@@ -57,7 +48,7 @@ def test_few_tokens(ranks, moe):
         for sp in (False, True)
     ]
     cases += [moe.Case(name="all_reduce", ep=4, tp=4, tokens=t) for t in ((1, 1), (0, 1), (0, 0))]
-    ranks.run(everything, moe, cases, timeout=120)
+    ranks.run(moe.check_all, cases, timeout=120)
 
 
 def test_frozen_parts(ranks, moe):
@@ -70,7 +61,7 @@ def test_frozen_parts(ranks, moe):
         for name, ep, tp in (("all_to_all", 4, 2), ("all_to_all", 4, 4), ("all_reduce", 4, 4))
         for routing in ("random", "first")
     ]  # fmt: skip
-    ranks.run(everything, moe, cases, timeout=120)
+    ranks.run(moe.check_all, cases, timeout=120)
 
 
 def test_parts_frozen_on_some_ranks_only(ranks, moe):
@@ -83,7 +74,7 @@ def test_parts_frozen_on_some_ranks_only(ranks, moe):
         for hidden, experts in ((True, True), (False, True), (True, False))
         for routing in ("random", "first")
     ]  # fmt: skip
-    ranks.run(everything, moe, cases, timeout=120)
+    ranks.run(moe.check_all, cases, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -96,4 +87,4 @@ def test_dtypes(ranks, moe, dtype):
         for name, tp in (("all_to_all", 2), ("all_reduce", 4))
         for wide in (None, torch.float32)
     ]
-    ranks.run(everything, moe, cases)
+    ranks.run(moe.check_all, cases)

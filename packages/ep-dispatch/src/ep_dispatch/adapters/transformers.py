@@ -1,10 +1,12 @@
 """Our implementations in transformers' own expert parallelism: a script changes one name.
 
-from ep_dispatch.adapters import transformers as adapter
+    from ep_dispatch.adapters import transformers as adapter
 
-adapter.register()
-config = DistributedConfig(tp_size=4, fsdp_size=2, ep_size=4, ep_implementation="ep_all_to_all")
-model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    adapter.register()
+    config = DistributedConfig(tp_size=4, fsdp_size=2, ep_size=4, ep_implementation="ep_all_to_all")
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+Native transformers then builds one object of ours for each experts module.
 """
 
 from __future__ import annotations

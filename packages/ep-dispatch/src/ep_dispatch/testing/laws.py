@@ -234,9 +234,8 @@ def _poisoned() -> Iterator[None]:
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
         utilities.fill_uninitialized_memory = True
-        with (
-            warnings.catch_warnings()
-        ):  # operators without a deterministic variant are not the subject
+        # Operators without a deterministic variant are not the subject.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
