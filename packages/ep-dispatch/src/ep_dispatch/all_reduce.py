@@ -40,7 +40,7 @@ class AllReduce(EPImplementation):
         if problem := checks.inputs_problem(hidden_states, top_k_index, top_k_weights):
             raise ValueError(problem)
         if top_k_index.device.type == "cpu" and top_k_index.numel():
-            low, high = top_k_index.min().item(), top_k_index.max().item()
+            low, high = (bound.item() for bound in top_k_index.aminmax())
             if low < SKIPPED or high >= self.num_experts:
                 raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
         rows, weights, link = hidden_states, top_k_weights, None
@@ -54,8 +54,10 @@ class AllReduce(EPImplementation):
         # Masked before anything multiplies: an expert must not see the weight of a route that is not
         # its own, nor that weight its expert's gradient.
         partial = self.run_experts(rows, ids, weights.masked_fill(foreign, 0))
-        # Which experts got a token is not known to the host, so all parameters are joined.
-        partial = join_parameters(partial, self.expert_parameters()).to(hidden_states.dtype)
+        if torch.is_grad_enabled():
+            # Which experts got a token is not known to the host, so all parameters are joined.
+            partial = join_parameters(partial, self.expert_parameters())
+        partial = partial.to(hidden_states.dtype)
         if self.ep_group is None or self.ep_size == 1:
             return partial
         if link is None and partial.requires_grad:

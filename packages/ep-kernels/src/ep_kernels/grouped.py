@@ -5,8 +5,8 @@ Shape letters: E experts held here, R rows, S slots, A and B sizes of one produc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -166,35 +166,39 @@ class _LoopProducts:
     """
 
     def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
+        ends = list(accumulate(counts))
+        self.experts, self.slots = len(counts), ends[-1] if ends else 0
+        parts = enumerate(zip(counts, ends, strict=True))
+        self.groups = [(expert, end - count, end) for expert, (count, end) in parts if count]
+        self.empty = [expert for expert, count in enumerate(counts) if not count]
 
     def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
         values = rows.rows if isinstance(rows, Taken) else rows
-        out = values.new_empty(sum(self.counts), weight.shape[2])
-        groups = zip(self._groups(rows), weight.unbind(0), out.split(self.counts), strict=True)
-        for group, matrix, to in groups:
-            if to.shape[0]:
-                torch.mm(group, matrix.to(group.dtype), out=to)
+        out = values.new_empty(self.slots, weight.shape[2])
+        for expert, start, end in self.groups:
+            matrix = weight[expert].to(values.dtype)
+            torch.mm(_part(rows, start, end), matrix, out=out[start:end])
         return out
 
     def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
         one, other = (x.rows if isinstance(x, Taken) else x for x in (left, right))
-        out = one.new_empty(len(self.counts), one.shape[1], other.shape[1], dtype=dtype)
-        groups = zip(self._groups(left), self._groups(right), out.unbind(0), strict=True)
-        for one, other, to in groups:
-            if not one.shape[0]:
-                to.zero_()
-            elif dtype is one.dtype:
-                torch.mm(one.t(), other, out=to)
+        out = one.new_empty(self.experts, one.shape[1], other.shape[1], dtype=dtype)
+        for expert in self.empty:
+            out[expert].zero_()
+        for expert, start, end in self.groups:
+            one, other = _part(left, start, end).t(), _part(right, start, end)
+            if dtype is one.dtype:
+                torch.mm(one, other, out=out[expert])
             else:
-                to.copy_(one.t() @ other)
+                out[expert].copy_(one @ other)
         return out
 
-    def _groups(self, rows: Tensor | Taken) -> Iterable[Tensor]:
-        if isinstance(rows, Tensor):
-            groups: Iterable[Tensor] = rows.split(self.counts)
-            return groups
-        return (rows.rows.index_select(0, index) for index in rows.index.split(self.counts))
+
+def _part(rows: Tensor | Taken, start: int, end: int) -> Tensor:
+    """Slots from `start` to `end`."""
+    if isinstance(rows, Taken):
+        return rows.rows.index_select(0, rows.index[start:end])
+    return rows[start:end]
 
 
 class _GroupedProducts:
