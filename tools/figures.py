@@ -232,12 +232,35 @@ def two_node_speedup() -> dict[str, Any]:
     import moe_layer
     import two_nodes
 
-    seconds = two_nodes.two_node_times()
+    times = two_nodes.two_node_times()
+    layer, exchange = (x["transformers"] / x["all_to_all_hierarchical"] for x in times.values())
     return ratio(
-        seconds["transformers"] / seconds["all_to_all_hierarchical"],
+        layer,
         "transformers all_to_all",
         f"{moe_layer.SMALL}; ep=8 over two network namespaces, 4 ranks each, {two_nodes.RATE}",
-        seconds={name: round(value, 3) for name, value in seconds.items()},
+        exchange_alone=round(exchange, 2),
+        seconds={
+            kind: {name: round(value, 3) for name, value in found.items()}
+            for kind, found in times.items()
+        },
+    )
+
+
+@figure
+def torchtitan_exchange_speedup() -> dict[str, Any]:
+    """Dispatch and combine in torchtitan's MoE, forward and backward: its own dispatcher over ours."""
+    import moe_layer
+    import torchtitan_exchange
+
+    found = on_ranks(torchtitan_exchange.measure, moe_layer.SMALL)
+    theirs, ours = found[0][0]
+    sent = [sum(rank[1][i] for rank in found) for i in (0, 1)]
+    return ratio(
+        theirs / ours,
+        "torchtitan 0.3.0's all-to-all dispatcher",
+        f"{moe_layer.SMALL}; ep=8, experts that compute nothing",
+        bytes_ratio=round(sent[1] / sent[0], 3),
+        milliseconds=[round(1000 * theirs, 1), round(1000 * ours, 1)],
     )
 
 
@@ -285,7 +308,9 @@ def write_page(found: list[dict[str, Any]]) -> None:
     for figure in found:
         value, conditions = figure["value"], figure["conditions"]
         more = {
-            k: v for k, v in figure.items() if k in ("seconds", "milliseconds", "kib_per_token")
+            k: v
+            for k, v in figure.items()
+            if k in ("exchange_alone", "bytes_ratio", "seconds", "milliseconds", "kib_per_token")
         }
         told = "; ".join([figure["reference"], *(f"{k}: {v}" for k, v in more.items())])
         date = time.strftime("%Y-%m-%d")

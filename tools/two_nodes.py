@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+
 RATE, REPEATS = "1gbit", 5
 NODES = ("epnode0", "epnode1")
 TIMEOUT = 240.0
@@ -55,8 +58,11 @@ def two_nodes() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", node], capture_output=True, check=False)
 
 
-def two_node_times() -> dict[str, float]:
-    """Median seconds of forward and backward: transformers' all_to_all, ours, and in two hops."""
+def two_node_times() -> dict[str, dict[str, float]]:
+    """Median seconds of forward and backward: transformers' all_to_all, ours, and in two hops.
+
+    Of the whole "layer", and of the "exchange" alone, with experts that compute nothing.
+    """
     with two_nodes() as addresses:
         ranks = []
         for number, node in enumerate(NODES):
@@ -76,35 +82,59 @@ def two_node_times() -> dict[str, float]:
                 rank.kill()
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("\n".join(errors[-3000:] for _, errors in told))
-    found: dict[str, float] = json.loads(told[0][0].splitlines()[-1])
+    found: dict[str, dict[str, float]] = json.loads(told[0][0].splitlines()[-1])
     return found
+
+
+class Nothing:
+    """Experts that give back what they get."""
+
+    num_experts = 0
+
+    def forward(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """As transformers calls experts."""
+        return rows.clone()
+
+    def grouped(self, rows: Tensor, *slots: Tensor) -> Tensor:
+        """As ep-dispatch does."""
+        return rows.clone()
 
 
 def on_a_rank() -> None:
     """Measure, and print from rank 0."""
-    import torch.distributed as dist
-
     sys.path.insert(0, str(Path(__file__).parent))
     import moe_layer
+    from transformers.distributed.expert_parallel import AllToAllEP
 
-    from ep_dispatch import HierarchicalAllToAll
+    from ep_dispatch import AllToAll, HierarchicalAllToAll
     from ep_kernels import module_experts_forward
 
     dist.init_process_group("gloo")
     rank, sizes = dist.get_rank(), moe_layer.SMALL
-    experts, native, ours = moe_layer.build(sizes, 8)
-    hops: Any = HierarchicalAllToAll(
-        module_experts_forward(experts),
-        num_local_experts=sizes.experts // 8,
-        ep_group=dist.group.WORLD,
-        experts=experts,
-    )
+    ep_mesh, tp_mesh = moe_layer.meshes(8)
     given = moe_layer.inputs(rank, sizes)
-    layers = {"transformers": native, "all_to_all": ours, "all_to_all_hierarchical": hops}
-    work = [lambda layer=layer: moe_layer.step(experts, layer, given) for layer in layers.values()]
-    times = moe_layer.timed(rank, work, REPEATS)
+    module, nothing = moe_layer.experts_module(sizes, 8), Nothing()
+    nothing.num_experts = sizes.experts // 8
+    found = {}
+    for kind, experts, forward in (
+        ("layer", module, module_experts_forward(module)),
+        ("exchange", nothing, nothing),
+    ):
+        settings: Any = {
+            "num_local_experts": sizes.experts // 8,
+            "ep_group": dist.group.WORLD,
+            "experts": module,
+        }
+        layers: dict[str, Any] = {
+            "transformers": AllToAllEP(experts, ep_mesh, tp_mesh),
+            "all_to_all": AllToAll(forward, **settings),
+            "all_to_all_hierarchical": HierarchicalAllToAll(forward, **settings),
+        }
+        work = [lambda f=f: moe_layer.step(module, f, given) for f in layers.values()]
+        times = moe_layer.timed(rank, work, REPEATS)
+        found[kind] = dict(zip(layers, times, strict=True))
     if rank == 0:
-        print(json.dumps(dict(zip(layers, times, strict=True))), flush=True)
+        print(json.dumps(found), flush=True)
     dist.barrier()
     os._exit(0)  # gloo's threads must not outlive Python
 
