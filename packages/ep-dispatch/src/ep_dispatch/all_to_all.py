@@ -23,7 +23,9 @@ from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
 from .collectives import chunk_bounds, gather_over_group
 from .implementation import EPImplementation, ExpertsForward
+from .journey import Journey, Legs
 from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
+from .pending import Pending
 from .plan import DispatchPlan, Hop, ReceivedRows, Routing, Ticket
 from .rows import gather_rows, sum_rows
 from .stage import Counted, Stage
@@ -142,6 +144,25 @@ class AllToAll(EPImplementation):
         Cost: an all-to-all of rows; no host synchronization. In backward the same, and an all-gather
         over TP, if any rank of the group needs the hidden states' gradient.
         """
+        return self.start_dispatch(hidden_states, plan).wait()
+
+    def start_dispatch(
+        self, hidden_states: Tensor, plan: DispatchPlan
+    ) -> Pending[tuple[ReceivedRows, Ticket]]:
+        """As `dispatch`, but come back while the rows travel.
+
+        In backward the gradient of the rows travels while autograd runs what was called between this and
+        `wait`. Calls come in the same order on all ranks. With several hops (`all_to_all_hierarchical`)
+        this starts the first, and `wait` runs the others.
+
+        Returns:
+            what gives, when it is waited for, what `dispatch` gives.
+
+        Raises:
+            ValueError: as `dispatch`.
+
+        Cost: that of `dispatch`. The rows sent stay in memory until `wait`.
+        """
         if hidden_states.ndim != 2 or hidden_states.shape[0] != plan.num_tokens:
             raise ValueError(
                 f"hidden_states must be [{plan.num_tokens}, H], one row for each token that the plan "
@@ -152,27 +173,17 @@ class AllToAll(EPImplementation):
         link = plan.link if linked else None
         if linked and link is None:
             link = new_link(hidden_states.device)
-        # If the hidden states need no gradient, nothing goes back behind them.
-        inner = link if needs.hidden else None
-        rows = hidden_states
-        if self._slices:
-            assert self.tp_group is not None
-            inner, (rows,) = split_linked(inner, (rows,), (True,), self.tp_group)
-        for stage, hop in zip(self.stages, plan.hops, strict=True):
-            rows = gather_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
-            if stage.size > 1:
-                exchange = stage.row_exchange(hop, self.wire_dtype)
-                inner, (rows,) = exchange_linked(inner, (rows,), (True,), exchange)
-        ticket = Ticket(
-            plan=plan,
-            needs=needs,
-            link=link if inner is None else inner,
-            dtype=hidden_states.dtype,
-            width=hidden_states.shape[1],
-        )
-        last = plan.hops[-1]
-        received = ReceivedRows(rows, last.row_of_slot, plan.weights, last.expert_ids, last.offsets)
-        return received, ticket
+        link, rows = self._split(link, hidden_states, needs)
+        journey = Journey(self._there(rows, plan), linked=linked and needs.hidden)
+        link = journey.start(link)
+        dtype, width = hidden_states.dtype, hidden_states.shape[1]
+
+        def end() -> tuple[ReceivedRows, Ticket]:
+            after, arrived = journey.finish(link)
+            ticket = Ticket(plan=plan, needs=needs, link=after, dtype=dtype, width=width)
+            return plan.received(arrived), ticket
+
+        return Pending(end)
 
     def run_on(self, received: ReceivedRows) -> Tensor:
         """This rank's experts on the received rows: [R, H], the weighted sum over each row's slots."""
@@ -201,22 +212,54 @@ class AllToAll(EPImplementation):
 
         Cost: one all-to-all of rows, one all-gather over TP; in backward one all-to-all.
         """
+        return self.start_combine(rows, ticket).wait()
+
+    def start_combine(self, rows: Tensor, ticket: Ticket) -> Pending[Tensor]:
+        """As `combine`, but come back while the rows travel; `start_dispatch` tells the rest.
+
+        `rows` must not be changed until `wait`, which also gathers over TP.
+        """
         plan = ticket.plan
         if rows.shape != (plan.num_rows, ticket.width):
             raise ValueError(
                 f"combine takes one row per received row, [{plan.num_rows}, {ticket.width}], got "
                 f"{list(rows.shape)}; outputs of slots are summed per row first (`ReceivedRows.sum`)."
             )
-        rows, link = rows.to(ticket.dtype), ticket.link
+        journey = Journey(self._back(rows.to(ticket.dtype), plan), linked=ticket.link is not None)
+        link = journey.start(ticket.link)
+        return Pending(lambda: self._gather(journey.finish(link)[1], plan.num_tokens))
+
+    def _there(self, rows: Tensor, plan: Routing) -> Legs:
+        """From this rank's tokens to the rows of its experts."""
+        for stage, hop in zip(self.stages, plan.hops, strict=True):
+            rows = gather_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
+            if stage.size > 1:
+                rows = yield rows, stage.row_exchange(hop, self.wire_dtype)
+        return rows
+
+    def _back(self, rows: Tensor, plan: Routing) -> Legs:
+        """From the experts' outputs to the sums of this rank's tokens."""
         wire = backward_dtype(self.wire_dtype)
         for stage, hop in zip(reversed(self.stages), reversed(plan.hops), strict=True):
             if stage.size > 1:
-                exchange = stage.row_exchange(hop, wire, back=True)
-                link, (rows,) = exchange_linked(link, (rows,), (ticket.needs.rows,), exchange)
+                rows = yield rows, stage.row_exchange(hop, wire, back=True)
             rows = sum_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
-        if self._slices:
-            rows = gather_over_group(rows, self.tp_group, size=plan.num_tokens)
         return rows
+
+    def _split(
+        self, link: Tensor | None, hidden_states: Tensor, needs: GradNeeds
+    ) -> tuple[Tensor | None, Tensor]:
+        """This rank's slice of the tokens. If they need no gradient, the link passes by."""
+        if not self._slices:
+            return link, hidden_states
+        assert self.tp_group is not None
+        inner = link if needs.hidden else None
+        inner, (rows,) = split_linked(inner, (hidden_states,), (True,), self.tp_group)
+        return link if inner is None else inner, rows
+
+    def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """The tokens of all slices."""
+        return gather_over_group(rows, self.tp_group, size=num_tokens) if self._slices else rows
 
     @property
     def _slices(self) -> bool:

@@ -194,6 +194,15 @@ def _all_to_all(x: Tensor, group: ProcessGroup, send: list[int], receive: list[i
     return out
 
 
+def _start_all_to_all(
+    x: Tensor, group: ProcessGroup, send: list[int], receive: list[int]
+) -> tuple[dist.Work, Tensor]:
+    """What to wait for, and where the rows will be then. `x`, contiguous, stays as it is until then."""
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    work = dist.all_to_all_single(out, x, receive, send, group=group, async_op=True)
+    return work, out
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a group that `links.exchange_linked` makes differentiable.
+"""Exchanges between the ranks of a group that `ep_dispatch.links` makes differentiable.
 
 N = rows sent, R = rows received, H = width of a row.
 """
@@ -7,28 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import _all_to_all
+from .collectives import _all_to_all, _start_all_to_all
 from .wire import backward_dtype, decode, encode
 
-__all__ = ["Exchange", "RowExchange", "SlotExchange"]
+__all__ = ["Flight", "RowExchange", "SlotExchange"]
 
 
-class Exchange(Protocol):
-    """A way there for several tensors, and back for the gradient of each."""
+class Flight:
+    """Rows on their way. What is read and written meanwhile lives as long as this or the exchange does."""
 
-    def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the other ranks sent of each."""
-        ...
+    def __init__(
+        self,
+        x: Tensor,
+        group: ProcessGroup,
+        send: Sequence[int],
+        receive: Sequence[int],
+        wire: torch.dtype | None,
+    ) -> None:
+        self._wire, self._dtype = wire, x.dtype
+        self._sent = encode(x, wire).contiguous()
+        self._work, self._arriving = _start_all_to_all(self._sent, group, list(send), list(receive))
 
-    def back(self, gradient: Tensor) -> Tensor:
-        """The gradient of what went there, from that of what came."""
-        ...
+    def wait(self) -> Tensor:
+        """The rows that came. The host waits with gloo, the current stream with NCCL."""
+        self._work.wait()
+        return decode(self._arriving, self._wire, self._dtype)
 
 
 @dataclass(frozen=True)
@@ -46,14 +54,14 @@ class RowExchange:
     receive: Sequence[int]
     wire: torch.dtype | None = None
 
-    def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One all-to-all for each tensor."""
-        return [_move(x, self.group, self.send, self.receive, self.wire) for x in tensors]
+    def start(self, rows: Tensor) -> Flight:
+        """One all-to-all, which goes on by itself."""
+        return Flight(rows, self.group, self.send, self.receive, self.wire)
 
-    def back(self, gradient: Tensor) -> Tensor:
-        """One all-to-all, the other way."""
+    def start_back(self, gradient: Tensor) -> Flight:
+        """One all-to-all, the other way, which goes on by itself."""
         wire = backward_dtype(self.wire)
-        return _move(gradient, self.group, self.receive, self.send, wire)
+        return Flight(gradient, self.group, self.receive, self.send, wire)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class SlotExchange:
     receive: Sequence[int]
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """One all-to-all for all tensors."""
+        """What the other ranks sent of each: one all-to-all for all tensors."""
         sizes = [x.element_size() for x in tensors]
         pieces = [
             x.contiguous().view(torch.uint8).view(-1, size)
@@ -80,16 +88,5 @@ class SlotExchange:
         ]
 
     def back(self, gradient: Tensor) -> Tensor:
-        """One all-to-all, the other way."""
+        """The gradient of what went there, from that of what came: one all-to-all."""
         return _all_to_all(gradient, self.group, list(self.receive), list(self.send))
-
-
-def _move(
-    x: Tensor,
-    group: ProcessGroup,
-    send: Sequence[int],
-    receive: Sequence[int],
-    wire: torch.dtype | None,
-) -> Tensor:
-    arrived = _all_to_all(encode(x, wire), group, list(send), list(receive))
-    return decode(arrived, wire, x.dtype)

@@ -7,10 +7,17 @@ ranks: hidden states may be frozen on one rank, and experts that get no row may 
 has no history. A rank that leaves out a collective leaves the others waiting forever. So:
 
 - which gradients travel (`GradNeeds`) is agreed by the whole group in forward, never read off a tensor;
-- each exchange is one node, whatever number of tensors it moves, so that their order is fixed;
+- each exchange is one node, whatever number of tensors it moves, or two, so that their order is fixed;
 - a scalar, the link, enters the first node (as a leaf that requires grad) and runs from node to node
   beside the rows up to the output. Each node therefore exists on every rank, is reached on every rank,
   and runs after all nodes behind it. The link's gradient is zero.
+
+[Note: rows that travel while others work]
+The exchange of rows is two nodes, Start and Wait. In backward Wait's node starts the way back, and
+Start's waits for it, so nodes of the graph that lie between the two in forward run in between in backward
+too: the link is reversed, and autograd takes what else is ready in the reverse order of its making.
+The gradient on its way cannot be what Wait's node gives Start's, since a gradient has the shape of a
+forward's output; the two nodes share a `Trip`, and between them runs the link alone.
 """
 
 from __future__ import annotations
@@ -24,16 +31,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import _all_gather, _all_reduce, _chunk
-from .exchange import Exchange
+from .exchange import Flight, RowExchange, SlotExchange
 
 __all__ = [
     "GradNeeds",
+    "Trip",
     "exchange_linked",
     "join_parameters",
     "new_link",
     "share_linked",
     "split_linked",
+    "start_linked",
     "sum_linked",
+    "wait_linked",
 ]
 
 
@@ -71,7 +81,7 @@ def split_linked(
 
 
 def exchange_linked(
-    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], exchange: Exchange
+    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], exchange: SlotExchange
 ) -> tuple[Tensor | None, list[Tensor]]:
     """What the other ranks sent of each tensor.
 
@@ -81,6 +91,50 @@ def exchange_linked(
         return None, exchange.there(tensors)
     link, *received = _ExchangeLinked.apply(link, exchange, tuple(needs), *tensors)
     return link, received
+
+
+@dataclass
+class Trip:
+    """One exchange of rows, of which the two nodes share this.
+
+    Attributes:
+        exchange: what it is.
+        there: the rows on their way.
+        back: their gradient on its way, in backward.
+    """
+
+    exchange: RowExchange
+    there: Flight | None = None
+    back: Flight | None = None
+
+
+def start_linked(
+    link: Tensor | None, rows: Tensor, exchange: RowExchange
+) -> tuple[Tensor | None, Trip]:
+    """Send rows [N, H] off. `wait_linked` gives what came; between the two others may work.
+
+    Cost: the exchange starts; in backward its way back is waited for.
+    """
+    trip = Trip(exchange)
+    if link is None:
+        trip.there = exchange.start(rows)
+        return None, trip
+    return _StartLinked.apply(link, rows, trip), trip
+
+
+def wait_linked(link: Tensor | None, trip: Trip) -> tuple[Tensor | None, Tensor]:
+    """The rows [R, H] of the exchange that `start_linked` started; in backward it starts the way back."""
+    if link is None:
+        return None, _landed(trip)
+    link, rows = _WaitLinked.apply(link, trip)
+    assert rows is not None
+    return link, rows
+
+
+def _landed(trip: Trip) -> Tensor:
+    assert trip.there is not None
+    flight, trip.there = trip.there, None
+    return flight.wait()
 
 
 def share_linked(
@@ -151,7 +205,7 @@ class _SplitLinked(torch.autograd.Function):
 class _ExchangeLinked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor, exchange: Exchange, needs: tuple[bool, ...], *tensors: Tensor
+        ctx: Any, link: Tensor, exchange: SlotExchange, needs: tuple[bool, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         received = exchange.there(tensors)
         ctx.exchange, ctx.needs = exchange, needs
@@ -166,6 +220,33 @@ class _ExchangeLinked(torch.autograd.Function):
             for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
         ]
         return None, None, None, *returned
+
+
+class _StartLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, rows: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        trip.there = trip.exchange.start(rows)
+        return torch.zeros_like(link)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, None]:
+        flight, ctx.trip.back = ctx.trip.back, None
+        return None, flight.wait(), None
+
+
+class _WaitLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+        rows = _landed(trip)
+        ctx.trip, ctx.facts = trip, _facts(rows)
+        ctx.set_materialize_grads(False)
+        return torch.zeros_like(link), rows
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[None, None]:
+        ctx.trip.back = ctx.trip.exchange.start_back(_filled(grad, ctx.facts))
+        return None, None
 
 
 class _ShareLinked(torch.autograd.Function):

@@ -97,6 +97,11 @@ class DispatchPlan(Routing):
     weights: Tensor
     link: Tensor | None
 
+    def received(self, rows: Tensor) -> ReceivedRows:
+        """The rows [R, H] that came, with the slots that name them."""
+        last = self.hops[-1]
+        return ReceivedRows(rows, last.row_of_slot, self.weights, last.expert_ids, last.offsets)
+
 
 @dataclass(frozen=True, eq=False)
 class ReceivedRows:
