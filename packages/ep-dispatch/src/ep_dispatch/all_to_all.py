@@ -26,9 +26,9 @@ from .implementation import EPImplementation, ExpertsForward
 from .journey import Journey, Legs
 from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
 from .pending import Pending
-from .plan import DispatchPlan, Hop, ReceivedRows, Routing, Ticket
+from .plan import ChunkedRouting, DispatchPlan, Hop, ReceivedRows, Routing, SlotHop, Ticket
 from .rows import gather_rows, sum_rows
-from .stage import Counted, Stage
+from .stage import Stage, complete
 from .wire import WIRE_DTYPES, backward_dtype
 
 __all__ = ["AllToAll"]
@@ -58,6 +58,10 @@ class AllToAll(EPImplementation):
         wire_dtype: what rows are cast to while they travel, if that is narrower: bfloat16, float16, or
             float8_e4m3fn with a scale per row (then partial sums and gradients travel in bfloat16).
             None: the hidden states' dtype. The same on all ranks.
+        num_chunks: into how many contiguous parts a call's tokens are cut, so that one's rows travel
+            while the experts run on another's (see `_run_chunks`). The output is the same. Worth it
+            where exchanges run beside the experts, on a GPU, and take as long; each chunk has exchanges
+            and calls of the experts of its own. The same on all ranks, however many tokens each has.
         settings: see `EPImplementation`.
 
     Cost of a forward: one all-to-all of `E/P + 8` integers a rank pair and one host synchronization to
@@ -71,6 +75,7 @@ class AllToAll(EPImplementation):
         experts_forward: ExpertsForward,
         *,
         wire_dtype: torch.dtype | None = None,
+        num_chunks: int = 1,
         **settings: Any,
     ) -> None:
         super().__init__(experts_forward, **settings)
@@ -79,7 +84,12 @@ class AllToAll(EPImplementation):
                 f"wire_dtype must be None or one of {', '.join(map(str, WIRE_DTYPES))}, got "
                 f"{wire_dtype!r}."
             )
+        if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+            raise ValueError(
+                f"num_chunks must be an int of at least 1, the same on all ranks, got {num_chunks!r}."
+            )
         self.wire_dtype = wire_dtype
+        self.num_chunks = num_chunks
         self.stages = self._make_stages()
         self._memory = CheckpointMemory()
 
@@ -89,10 +99,54 @@ class AllToAll(EPImplementation):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
+        if self.num_chunks != 1:
+            return self._run_chunks(hidden_states, top_k_index, top_k_weights)
         plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
         received, ticket = self.dispatch(hidden_states, plan)
         rows = self.run_on(received)
-        return self.combine(join_parameters(rows, self._idle_parameters(plan)), ticket)
+        return self.combine(join_parameters(rows, self._idle_parameters([plan])), ticket)
+
+    def _run_chunks(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """As `forward`: while the experts run on a chunk, the next one and the last one's outputs travel.
+
+        Start and wait come in this order, on all ranks, and backward in the reverse one:
+
+            there 0 | wait there 0 | there 1 | experts 0 | back 0
+                    | wait there 1 | there 2 | experts 1 | back 1 | wait back 0 | ...
+        """
+        routed = self._prepare(self.num_chunks, top_k_index, top_k_weights, hidden_states)
+        chunked, weights, link = routed
+        chunks, needs = chunked.chunks, _needs_now(chunked)
+        if needs.rows and self.ep_size > 1:
+            link = new_link(hidden_states.device) if link is None else link
+        else:
+            link = None
+        linked = link is not None
+        link, rows = self._split(link, hidden_states, needs)
+        parts = rows.split([chunk.last - chunk.first for chunk in chunks])
+        there = [
+            Journey(self._there(part, chunk), linked=linked and needs.hidden)
+            for part, chunk in zip(parts, chunks, strict=True)
+        ]
+        back: list[Journey] = []
+        outputs: list[Tensor] = []
+        link = there[0].start(link)
+        for number, chunk in enumerate(chunks):
+            link, arrived = there[number].finish(link)
+            if number + 1 < len(chunks):
+                link = there[number + 1].start(link)
+            out = self.run_on(chunk.received(arrived, weights[number]))
+            if number + 1 == len(chunks):
+                out = join_parameters(out, self._idle_parameters(chunks))
+            back.append(Journey(self._back(out.to(hidden_states.dtype), chunk), linked=linked))
+            link = back[number].start(link)
+            if number:
+                link, done = back[number - 1].finish(link)
+                outputs.append(done)
+        link, done = back[-1].finish(link)
+        return self._gather(torch.cat([*outputs, done]), chunked.num_tokens)
 
     def prepare(
         self, top_k_index: Tensor, top_k_weights: Tensor, *, hidden_states: Tensor | None = None
@@ -114,22 +168,8 @@ class AllToAll(EPImplementation):
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """
-        routing = self._memory.recall()
-        if routing is not None:
-            link, weights, _ = self._send_weights(routing, top_k_weights)
-            return DispatchPlan(**vars(routing), weights=weights, link=link)
-        problem = (
-            checks.routing_problem(top_k_index, top_k_weights)
-            if hidden_states is None
-            else checks.inputs_problem(hidden_states, top_k_index, top_k_weights)
-        )
-        routing, counted, rows = self._route(problem, top_k_index, top_k_weights, hidden_states)
-        link, weights, rows = self._send_weights(routing, top_k_weights, rows)
-        with torch.no_grad():
-            last = self.stages[-1].complete(routing.hops[-1], counted, rows)
-        routing = replace(routing, hops=(*routing.hops[:-1], last))
-        self._memory.remember(routing)
-        return DispatchPlan(**vars(routing), weights=weights, link=link)
+        chunked, weights, link = self._prepare(1, top_k_index, top_k_weights, hidden_states)
+        return DispatchPlan(**vars(chunked.chunks[0]), weights=weights[0], link=link)
 
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
         """Send the tokens [T, H] to the ranks of their experts.
@@ -181,7 +221,7 @@ class AllToAll(EPImplementation):
         def end() -> tuple[ReceivedRows, Ticket]:
             after, arrived = journey.finish(link)
             ticket = Ticket(plan=plan, needs=needs, link=after, dtype=dtype, width=width)
-            return plan.received(arrived), ticket
+            return plan.received(arrived, plan.weights), ticket
 
         return Pending(end)
 
@@ -289,54 +329,100 @@ class AllToAll(EPImplementation):
             weights_dtype=top_k_weights.dtype,
         )
 
-    def _route(
+    def _prepare(
         self,
-        problem: str | None,
+        num_chunks: int,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         hidden_states: Tensor | None,
-    ) -> tuple[Routing, Counted, Tensor]:
+    ) -> tuple[ChunkedRouting, list[Tensor], Tensor | None]:
+        """As `prepare`, for chunks of this rank's slice: the routing, the weights of each, the link.
+
+        The counts of all chunks travel together, and so do the facts of their slots.
+        """
+        routing = self._memory.recall()
+        if routing is not None:
+            link, weights, _ = self._send_weights(routing, top_k_weights)
+            return routing, weights, link
+        problem = (
+            checks.routing_problem(top_k_index, top_k_weights)
+            if hidden_states is None
+            else checks.inputs_problem(hidden_states, top_k_index, top_k_weights)
+        )
+        routing, rows = self._route(problem, num_chunks, top_k_index, top_k_weights, hidden_states)
+        link, weights, rows = self._send_weights(routing, top_k_weights, rows)
+        with torch.no_grad():
+            last = complete([chunk.hops[-1] for chunk in routing.chunks], rows)
+        chunks = tuple(
+            replace(chunk, hops=(*chunk.hops[:-1], hop))
+            for chunk, hop in zip(routing.chunks, last, strict=True)
+        )
+        routing = replace(routing, chunks=chunks)
+        self._memory.remember(routing)
+        return routing, weights, link
+
+    def _route(
+        self,
+        problem: str | None,
+        num_chunks: int,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        hidden_states: Tensor | None,
+    ) -> tuple[ChunkedRouting, Tensor]:
         """Order rows and slots, tell the other ranks how many come, and reach the verdict.
 
         A rank that refuses takes part with nothing to send, so that all ranks hear of it. All hear the
         notices of all, and raise at the end.
 
         Returns:
-            the routing, whose last hop lacks `row_of_slot`; the counts of the last stage; for each slot
-            sent there its row, counted from the first of its owner.
+            the routing, whose last hops lack `row_of_slot`; for each slot sent there its row, counted
+            from the first of its owner.
         """
         if problem is not None and self.ep_size == 1:
             raise ValueError(problem)
         if problem is None:
             first, last = self._slice(top_k_index.shape[0])
             known = [self._notice(top_k_weights, hidden_states)]
-            ids = top_k_index[first:last].reshape(-1)
-            token_of_slot = torch.arange(ids.numel(), device=ids.device) // top_k_index.shape[1]
+            ids, top_k = top_k_index[first:last].reshape(-1), top_k_index.shape[1]
         else:
             first = last = 0
             known = [Notice(rank=self.ep_rank, refused=True)]
-            ids = token_of_slot = torch.empty(0, dtype=torch.int64, device=self._device())
-        hops: list[Hop] = []
-        rows = last - first
+            ids, top_k = torch.empty(0, dtype=torch.int64, device=self._device()), 1
+        bounds = [chunk_bounds(last - first, num_chunks, chunk) for chunk in range(num_chunks)]
+        hops: list[list[Hop]] = []
+        ways: list[SlotHop] = []
         with torch.no_grad():
+            parts = [
+                (torch.arange((end - start) * top_k, device=ids.device) // top_k, end - start)
+                for start, end in bounds
+            ]
+            parts_ids = list(ids.split([(end - start) * top_k for start, end in bounds]))
             for stage in self.stages:
-                order = stage.order(token_of_slot, ids, rows)
-                counted = stage.count(order, known)
-                known, hop = counted.notices, stage.hop(order, counted)
-                row_in_block = order.row_of_slot[: sum(hop.slots_sent)]
+                orders = [
+                    stage.order(token_of_slot, expert_ids, tokens)
+                    for (token_of_slot, tokens), expert_ids in zip(parts, parts_ids, strict=True)
+                ]
+                counted = stage.count(orders, known)
+                known = counted[0].notices
+                made, way, rows = stage.hops(orders, counted, [len(x) for x in parts_ids])
                 if stage is not self.stages[-1]:
-                    arrived = row_in_block
                     if stage.size > 1:
-                        (arrived,) = stage.slot_exchange(hop).there([row_in_block])
-                    hop = stage.complete(hop, counted, arrived)
-                    token_of_slot, ids, rows = hop.row_of_slot, hop.expert_ids, hop.num_rows
-                hops.append(hop)
+                        (rows,) = stage.slot_exchange(way).there([rows])
+                    made = complete(made, rows[way.arrival])
+                    parts = [(hop.row_of_slot, hop.num_rows) for hop in made]
+                    parts_ids = [hop.expert_ids for hop in made]
+                hops.append(made)
+                ways.append(way)
         if problem is not None:
             raise ValueError(problem)
         if any(notice.bad_ids for notice in known if notice.rank == self.ep_rank):
             raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
-        needs = agree(known)
-        return Routing(top_k_index.shape[0], first, last, tuple(hops), needs), counted, row_in_block
+        needs, tokens = agree(known), top_k_index.shape[0]
+        chunks = [
+            Routing(tokens, first + start, first + end, tuple(made), needs)
+            for (start, end), *made in zip(bounds, *hops, strict=True)
+        ]
+        return ChunkedRouting(tuple(chunks), tuple(ways)), rows
 
     def _device(self) -> torch.device:
         """Where tensors are that the group can send."""
@@ -345,12 +431,13 @@ class AllToAll(EPImplementation):
         return torch.device("cpu")
 
     def _send_weights(
-        self, routing: Routing, top_k_weights: Tensor, rows: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        self, routing: ChunkedRouting, top_k_weights: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor | None, list[Tensor], Tensor]:
         """Bring each slot's weight to its owner, and with it the slot's row.
 
         Returns:
-            the link, if one goes on from here; the weights [S] by expert; the rows [S] as they came.
+            the link, if one goes on from here; the weights [S] of each chunk by expert; the rows of the
+            slots of all chunks, by chunk and expert.
         """
         link = None
         if self.ep_size > 1 and routing.needs is not None and routing.needs.weights:
@@ -361,32 +448,34 @@ class AllToAll(EPImplementation):
             link, (weights,) = split_linked(link, (weights,), (True,), self.tp_group)
         weights = weights.reshape(-1)
         arrived = top_k_weights if rows is None else rows
-        for stage, hop in zip(self.stages, routing.hops, strict=True):
+        for stage, hop in zip(self.stages, routing.slots, strict=True):
             tensors = [weights[hop.slots]]
-            if rows is not None and hop is routing.hops[-1]:
+            if rows is not None and hop is routing.slots[-1]:
                 tensors.append(rows)
             if stage.size > 1:
                 needs = [x.is_floating_point() for x in tensors]
                 link, tensors = exchange_linked(link, tensors, needs, stage.slot_exchange(hop))
-            weights, arrived = tensors[0][hop.arrival], tensors[-1]
-        return link, weights, arrived
+            weights, *others = (x[hop.arrival] for x in tensors)
+            arrived = others[0] if others else arrived
+        sizes = [chunk.num_slots for chunk in routing.chunks]
+        return link, list(weights.split(sizes)) if len(sizes) > 1 else [weights], arrived
 
-    def _idle_parameters(self, plan: DispatchPlan) -> list[nn.Parameter]:
+    def _idle_parameters(self, chunks: Sequence[Routing]) -> list[nn.Parameter]:
         """The parameters that the experts' own forward may leave without a gradient in this call.
 
         All of them if no row came. If some expert got none: those that are not one tensor for all
         local experts, since they may belong to that expert alone.
         """
-        if all(plan.rows_per_expert):
+        if all(map(sum, zip(*(chunk.rows_per_expert for chunk in chunks), strict=True))):
             return []
         parameters = self.expert_parameters()
-        if plan.num_rows == 0:
+        if not any(chunk.num_rows for chunk in chunks):
             return parameters
         fused = (self.num_local_experts,)
         return [p for p in parameters if p.shape[:1] != fused]
 
 
-def _needs_now(plan: DispatchPlan) -> GradNeeds:
+def _needs_now(plan: Routing | ChunkedRouting) -> GradNeeds:
     if not torch.is_grad_enabled():
         return GradNeeds()
     # Made with grad mode off (all ranks were), used with it on: assume that all are needed.

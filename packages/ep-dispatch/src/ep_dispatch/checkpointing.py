@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ._compat import checkpoint_frame
-from .plan import Routing
+from .plan import ChunkedRouting
 
 __all__ = ["CheckpointMemory"]
 
@@ -27,20 +27,20 @@ class CheckpointMemory:
     """
 
     def __init__(self) -> None:
-        self._routings: WeakKeyDictionary[object, list[Routing]] = WeakKeyDictionary()
+        self._routings: WeakKeyDictionary[object, list[ChunkedRouting]] = WeakKeyDictionary()
         self._recalled: WeakKeyDictionary[object, dict[int, int]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[CheckpointMemory], tuple[()]]:
         """Copied or pickled, it is empty: a graph is neither."""
         return CheckpointMemory, ()
 
-    def remember(self, routing: Routing) -> None:
+    def remember(self, routing: ChunkedRouting) -> None:
         """Keep the routing of a forward, if that is checkpointed."""
         region, backward = _region()
         if region is not None and backward is None:
             self._routings.setdefault(region, []).append(routing)
 
-    def recall(self) -> Routing | None:
+    def recall(self) -> ChunkedRouting | None:
         """The routing of the forward that is being recomputed; None if none is."""
         region, backward = _region()
         if region is None or backward is None or region not in self._routings:

@@ -16,7 +16,7 @@ from .links import GradNeeds
 from .routing import transpose_index
 from .rows import gather_rows, sum_rows
 
-__all__ = ["DispatchPlan", "Hop", "ReceivedRows", "Routing", "Ticket"]
+__all__ = ["ChunkedRouting", "DispatchPlan", "Hop", "ReceivedRows", "Routing", "SlotHop", "Ticket"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,6 @@ class Hop:
     """Where rows go in one exchange: integers alone. T = tokens (or rows of the hop before).
 
     Attributes:
-        slots: [N'] int64, the slot of each slot sent, by expert.
-        slots_sent, slots_received: [P] slots to and from each rank of the exchange.
-        arrival: [S] int64, slot i in expert order is received slot `arrival[i]`.
         token_of_row: [N] int64, the token of each row sent, by owner and token.
         rows_by_token: [N] int64, the rows of each token, token by token.
         token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
@@ -37,10 +34,6 @@ class Hop:
         rows_per_expert: [E/P] slots of each expert, known to the host.
     """
 
-    slots: Tensor
-    slots_sent: tuple[int, ...]
-    slots_received: tuple[int, ...]
-    arrival: Tensor
     token_of_row: Tensor
     rows_by_token: Tensor
     token_ends: Tensor
@@ -58,12 +51,30 @@ class Hop:
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
-    """Where each row of one routing goes: integers alone.
+class SlotHop:
+    """Where the slots of all chunks go in one exchange: integers alone.
+
+    Slots before and after it lie by chunk; on the way by owner, then by chunk.
 
     Attributes:
-        num_tokens: T, the tokens that were routed.
-        first, last: this rank's slice of the T tokens, `last` excluded.
+        slots: [N'] int64, which of the slots each sent one is.
+        sent, received: [P] slots to and from each rank of the exchange.
+        arrival: [S] int64, slot i (by chunk, then by expert) is received slot `arrival[i]`.
+    """
+
+    slots: Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    arrival: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where each row of one routing goes, or of one chunk of its tokens: integers alone.
+
+    Attributes:
+        num_tokens: T, the tokens that were routed, those of all chunks.
+        first, last: this rank's slice of the T tokens, or its part in this chunk, `last` excluded.
         hops: one for each exchange on the way to the experts.
         needs: which gradients travel; None if the plan was made with grad mode off.
     """
@@ -84,6 +95,39 @@ class Routing:
         """[E/P] slots of each local expert, known to the host."""
         return self.hops[-1].rows_per_expert
 
+    @property
+    def num_slots(self) -> int:
+        """S, the slots of this rank's experts."""
+        return sum(self.rows_per_expert)
+
+    def received(self, rows: Tensor, weights: Tensor) -> ReceivedRows:
+        """The rows [R, H] that came, with the slots that name them and their weights [S]."""
+        last = self.hops[-1]
+        return ReceivedRows(rows, last.row_of_slot, weights, last.expert_ids, last.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedRouting:
+    """A routing whose tokens go in chunks, one after the other.
+
+    Attributes:
+        chunks: contiguous parts of this rank's slice; as many on all ranks.
+        slots: one for each exchange on the way to the experts.
+    """
+
+    chunks: tuple[Routing, ...]
+    slots: tuple[SlotHop, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.chunks[0].num_tokens
+
+    @property
+    def needs(self) -> GradNeeds | None:
+        """Which gradients travel."""
+        return self.chunks[0].needs
+
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan(Routing):
@@ -96,11 +140,6 @@ class DispatchPlan(Routing):
 
     weights: Tensor
     link: Tensor | None
-
-    def received(self, rows: Tensor) -> ReceivedRows:
-        """The rows [R, H] that came, with the slots that name them."""
-        last = self.hops[-1]
-        return ReceivedRows(rows, last.row_of_slot, self.weights, last.expert_ids, last.offsets)
 
 
 @dataclass(frozen=True, eq=False)
