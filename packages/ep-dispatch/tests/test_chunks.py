@@ -131,8 +131,12 @@ def test_one_exchange_of_counts_and_one_of_slots(ranks, moe):
             out.backward(cotangent)
         finally:
             dist.all_to_all_single = original
-        rows = ["start", "end", "start", "start"] + ["end", "start", "start", "end"] + [
-            "end", "start", "end", "end"]  # fmt: skip
+        first, second, third = (
+            ["end", "start", "start"],
+            ["end", "start", "start", "end"],
+            ["end", "start"],
+        )
+        rows = ["start", *first, *second, *third, "end", "end"]
         assert forward == ["torch.int64", "torch.uint8", *rows]
         back = ["end" if event == "start" else "start" for event in reversed(rows)]
         assert events == [*back, "torch.float64"]

@@ -10,13 +10,16 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from . import checks
 from .agreement import Notice, agree
@@ -24,7 +27,14 @@ from .checkpointing import CheckpointMemory
 from .collectives import chunk_bounds, gather_over_group
 from .implementation import EPImplementation, ExpertsForward
 from .journey import Journey, Legs
-from .links import GradNeeds, exchange_linked, join_parameters, new_link, split_linked
+from .links import (
+    GradNeeds,
+    exchange_linked,
+    hold_linked,
+    join_parameters,
+    new_link,
+    split_linked,
+)
 from .pending import Pending
 from .plan import ChunkedRouting, DispatchPlan, Hop, ReceivedRows, Routing, SlotHop, Ticket
 from .rows import gather_rows, sum_rows
@@ -62,12 +72,17 @@ class AllToAll(EPImplementation):
             while the experts run on another's (see `_run_chunks`). The output is the same. Worth it
             where exchanges run beside the experts, on a GPU, and take as long; each chunk has exchanges
             and calls of the experts of its own. The same on all ranks, however many tokens each has.
+        max_rows: how many rows may be on a rank at one time, at least P. If more would come, on any
+            rank, a call's tokens go in rounds, one after the other: slower, not out of memory, and the
+            same result. With gradients a round's dispatch and experts run again in backward. None: no
+            bound. The same on all ranks.
         settings: see `EPImplementation`.
 
     Cost of a forward: one all-to-all of `E/P + 8` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
-    integer indices.
+    integer indices. With `max_rows` one all-reduce of an integer and its host synchronization; if it is
+    exceeded, counts and an all-reduce for each number of rounds that is tried.
     """
 
     def __init__(
@@ -76,6 +91,7 @@ class AllToAll(EPImplementation):
         *,
         wire_dtype: torch.dtype | None = None,
         num_chunks: int = 1,
+        max_rows: int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(experts_forward, **settings)
@@ -84,12 +100,19 @@ class AllToAll(EPImplementation):
                 f"wire_dtype must be None or one of {', '.join(map(str, WIRE_DTYPES))}, got "
                 f"{wire_dtype!r}."
             )
-        if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+        if type(num_chunks) is not int or num_chunks < 1:
             raise ValueError(
                 f"num_chunks must be an int of at least 1, the same on all ranks, got {num_chunks!r}."
             )
+        if max_rows is not None and (type(max_rows) is not int or max_rows < self.ep_size):
+            raise ValueError(
+                "max_rows must be None or an int of at least ep_size, since each rank of the EP group may "
+                f"send a row at one time, got max_rows={max_rows!r} with ep_size={self.ep_size}."
+            )
         self.wire_dtype = wire_dtype
         self.num_chunks = num_chunks
+        self.max_rows = max_rows
+        self._warned = False
         self.stages = self._make_stages()
         self._memory = CheckpointMemory()
 
@@ -99,35 +122,44 @@ class AllToAll(EPImplementation):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Dispatch, run the experts, combine."""
-        if self.num_chunks != 1:
-            return self._run_chunks(hidden_states, top_k_index, top_k_weights)
-        plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
-        received, ticket = self.dispatch(hidden_states, plan)
-        rows = self.run_on(received)
-        return self.combine(join_parameters(rows, self._idle_parameters([plan])), ticket)
+        if self.num_chunks == 1 and self.max_rows is None:
+            plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
+            received, ticket = self.dispatch(hidden_states, plan)
+            rows = self.run_on(received)
+            return self.combine(join_parameters(rows, self._idle_parameters([plan])), ticket)
+        routing, weights, link = self._prepare(
+            self.num_chunks, self.max_rows, top_k_index, top_k_weights, hidden_states
+        )
+        needs = _needs_now(routing)
+        if not needs.rows or self.ep_size == 1:
+            link = None
+        elif link is None:
+            link = new_link(hidden_states.device)
+        link, rows = self._split(link, hidden_states, needs)
+        parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
+        run = self._run_rounds if routing.rounds else self._run_chunks
+        _, outputs = run(routing.chunks, parts, weights, needs, link)
+        rows = join_parameters(torch.cat(outputs), self._idle_parameters(routing.chunks))
+        return self._gather(rows, routing.num_tokens)
 
     def _run_chunks(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
-        """As `forward`: while the experts run on a chunk, the next one and the last one's outputs travel.
+        self,
+        chunks: Sequence[Routing],
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        needs: GradNeeds,
+        link: Tensor | None,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """While the experts run on a chunk, the next one travels, and the outputs of the one before.
 
-        Start and wait come in this order, on all ranks, and backward in the reverse one:
+        Start and wait come in this order on all ranks, and backward in the reverse one:
 
             there 0 | wait there 0 | there 1 | experts 0 | back 0
-                    | wait there 1 | there 2 | experts 1 | back 1 | wait back 0 | ...
+                    | wait there 1 | there 2 | experts 1 | back 1 | wait back 0
+                    | wait there 2 | ...
         """
-        routed = self._prepare(self.num_chunks, top_k_index, top_k_weights, hidden_states)
-        chunked, weights, link = routed
-        chunks, needs = chunked.chunks, _needs_now(chunked)
-        if needs.rows and self.ep_size > 1:
-            link = new_link(hidden_states.device) if link is None else link
-        else:
-            link = None
-        linked = link is not None
-        link, rows = self._split(link, hidden_states, needs)
-        parts = rows.split([chunk.last - chunk.first for chunk in chunks])
         there = [
-            Journey(self._there(part, chunk), linked=linked and needs.hidden)
+            Journey(self._there(part, chunk), linked=link is not None and needs.hidden)
             for part, chunk in zip(parts, chunks, strict=True)
         ]
         back: list[Journey] = []
@@ -137,16 +169,44 @@ class AllToAll(EPImplementation):
             link, arrived = there[number].finish(link)
             if number + 1 < len(chunks):
                 link = there[number + 1].start(link)
-            out = self.run_on(chunk.received(arrived, weights[number]))
-            if number + 1 == len(chunks):
-                out = join_parameters(out, self._idle_parameters(chunks))
-            back.append(Journey(self._back(out.to(hidden_states.dtype), chunk), linked=linked))
+            rows = self.run_on(chunk.received(arrived, weights[number]))
+            del arrived
+            rows = rows.to(parts[number].dtype)
+            back.append(Journey(self._back(rows, chunk), linked=link is not None))
             link = back[number].start(link)
             if number:
                 link, done = back[number - 1].finish(link)
                 outputs.append(done)
         link, done = back[-1].finish(link)
-        return self._gather(torch.cat([*outputs, done]), chunked.num_tokens)
+        return link, [*outputs, done]
+
+    def _run_rounds(
+        self,
+        chunks: Sequence[Routing],
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        needs: GradNeeds,
+        link: Tensor | None,
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """One chunk after the other; what one received is gone before the next begins.
+
+        With gradients, a round runs again in backward, when all rounds behind it are done there.
+        """
+
+        def run(
+            chunk: Routing, rows: Tensor, weights: Tensor, link: Tensor | None
+        ) -> tuple[Tensor | None, Tensor]:
+            link, [out] = self._run_chunks([chunk], [rows], [weights], needs, link)
+            return hold_linked(link, out)
+
+        outputs: list[Tensor] = []
+        for chunk, rows, held in zip(chunks, parts, weights, strict=True):
+            if torch.is_grad_enabled():
+                link, out = checkpoint(run, chunk, rows, held, link, use_reentrant=False)
+            else:
+                link, out = run(chunk, rows, held, link)
+            outputs.append(out)
+        return link, outputs
 
     def prepare(
         self, top_k_index: Tensor, top_k_weights: Tensor, *, hidden_states: Tensor | None = None
@@ -168,7 +228,7 @@ class AllToAll(EPImplementation):
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """
-        chunked, weights, link = self._prepare(1, top_k_index, top_k_weights, hidden_states)
+        chunked, weights, link = self._prepare(1, None, top_k_index, top_k_weights, hidden_states)
         return DispatchPlan(**vars(chunked.chunks[0]), weights=weights[0], link=link)
 
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
@@ -332,6 +392,7 @@ class AllToAll(EPImplementation):
     def _prepare(
         self,
         num_chunks: int,
+        max_rows: int | None,
         top_k_index: Tensor,
         top_k_weights: Tensor,
         hidden_states: Tensor | None,
@@ -349,7 +410,18 @@ class AllToAll(EPImplementation):
             if hidden_states is None
             else checks.inputs_problem(hidden_states, top_k_index, top_k_weights)
         )
-        routing, rows = self._route(problem, num_chunks, top_k_index, top_k_weights, hidden_states)
+        inputs = top_k_index, top_k_weights, hidden_states
+        routing, rows = self._route(problem, num_chunks, *inputs)
+        if max_rows is not None:
+            rank, most = self._most_rows(routing)
+            if most > max_rows:
+                # All ranks know these numbers, so all reach the same number of rounds.
+                rounds = min(-(-most // max_rows), routing.longest)
+                routing, rows = self._route(problem, rounds, *inputs, rounds=True)
+                while rounds < routing.longest and self._most_rows(routing)[1] > max_rows:
+                    rounds = min(2 * rounds, routing.longest)
+                    routing, rows = self._route(problem, rounds, *inputs, rounds=True)
+                self._warn_of_rounds(rank, most, rounds)
         link, weights, rows = self._send_weights(routing, top_k_weights, rows)
         with torch.no_grad():
             last = complete([chunk.hops[-1] for chunk in routing.chunks], rows)
@@ -368,6 +440,8 @@ class AllToAll(EPImplementation):
         top_k_index: Tensor,
         top_k_weights: Tensor,
         hidden_states: Tensor | None,
+        *,
+        rounds: bool = False,
     ) -> tuple[ChunkedRouting, Tensor]:
         """Order rows and slots, tell the other ranks how many come, and reach the verdict.
 
@@ -388,7 +462,8 @@ class AllToAll(EPImplementation):
             first = last = 0
             known = [Notice(rank=self.ep_rank, refused=True)]
             ids, top_k = torch.empty(0, dtype=torch.int64, device=self._device()), 1
-        bounds = [chunk_bounds(last - first, num_chunks, chunk) for chunk in range(num_chunks)]
+        ends = [(last - first) * end // num_chunks for end in range(num_chunks + 1)]
+        bounds = list(pairwise(ends))
         hops: list[list[Hop]] = []
         ways: list[SlotHop] = []
         with torch.no_grad():
@@ -422,7 +497,34 @@ class AllToAll(EPImplementation):
             Routing(tokens, first + start, first + end, tuple(made), needs)
             for (start, end), *made in zip(bounds, *hops, strict=True)
         ]
-        return ChunkedRouting(tuple(chunks), tuple(ways)), rows
+        longest = max(notice.tokens for notice in known)
+        if self._slices:
+            longest = -(-longest // self.tp_size)
+        return ChunkedRouting(tuple(chunks), tuple(ways), longest, rounds), rows
+
+    def _most_rows(self, routing: ChunkedRouting) -> tuple[int, int]:
+        """The rank of the EP group that gets most rows at one time, and how many. Cost: an all-reduce."""
+        hops = zip(*(chunk.hops for chunk in routing.chunks), strict=True)
+        at_once = max if routing.rounds else sum
+        rows = max(at_once([hop.num_rows for hop in of_stage]) for of_stage in hops)
+        if self.ep_group is None or self.ep_size == 1:
+            return self.ep_rank, rows
+        most = torch.tensor(rows * self.ep_size + self.ep_rank, device=self._device())
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
+        rows, rank = divmod(int(most.item()), self.ep_size)
+        return rank, rows
+
+    def _warn_of_rounds(self, rank: int, rows: int, rounds: int) -> None:
+        """Tell of imbalance, once for an object, on the first rank of the group."""
+        if self.ep_rank == 0 and not self._warned:
+            layer = "an MoE layer" if self.layer is None else self.layer
+            warnings.warn(
+                f"{layer}: {rows} rows would reach rank {rank} of the EP group at one time, more than "
+                f"max_rows={self.max_rows}, so this call runs in {rounds} rounds. The result is the same, "
+                "and slower; balance the router, or raise max_rows. Not told again for this layer.",
+                stacklevel=2,
+            )
+        self._warned = True
 
     def _device(self) -> torch.device:
         """Where tensors are that the group can send."""

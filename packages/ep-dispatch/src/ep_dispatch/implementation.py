@@ -59,6 +59,9 @@ class EPImplementation:
     runs_megamoe_experts: ClassVar[bool] = False
     """Whether experts configured for DeepGEMM Mega MoE can run through it."""
 
+    layer: str | None = None
+    """The full name of the experts module, for messages; whoever builds the model sets it."""
+
     def __init__(
         self,
         experts_forward: ExpertsForward,

@@ -47,9 +47,9 @@ class Journey:
             else:
                 _, rows = wait_linked(None, trip)
             link = self._go(link, rows)
-        rows, self._rows = self._rows, None
-        assert rows is not None
-        return link, rows
+        last, self._rows = self._rows, None
+        assert last is not None
+        return link, last
 
     def _go(self, link: Tensor | None, rows: Tensor | None) -> Tensor | None:
         try:

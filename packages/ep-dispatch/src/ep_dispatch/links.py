@@ -37,6 +37,7 @@ __all__ = [
     "GradNeeds",
     "Trip",
     "exchange_linked",
+    "hold_linked",
     "join_parameters",
     "new_link",
     "share_linked",
@@ -157,6 +158,17 @@ def sum_linked(link: Tensor | None, partial: Tensor, group: ProcessGroup) -> Ten
     return _SumLinked.apply(link, partial, group)  # type: ignore[no-any-return]
 
 
+def hold_linked(link: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The link, and `x`, behind which backward begins when all nodes before it on the link are done.
+
+    At the end of a checkpointed region all ranks so recompute at the same point.
+    """
+    if link is None:
+        return None, x
+    link, x = _HoldLinked.apply(link, x)
+    return link, x
+
+
 def join_parameters(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """`x`, behind which each of `parameters` has a gradient of exactly zero.
 
@@ -266,6 +278,18 @@ class _ShareLinked(torch.autograd.Function):
             for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
         ]
         return None, None, None, *summed
+
+
+class _HoldLinked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(link)  # for its place, see `_SumLinked`
+        return torch.zeros_like(link), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[None, Tensor]:
+        _ = ctx.saved_tensors
+        return None, grad
 
 
 class _SumLinked(torch.autograd.Function):

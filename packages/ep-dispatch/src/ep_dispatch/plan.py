@@ -113,10 +113,14 @@ class ChunkedRouting:
     Attributes:
         chunks: contiguous parts of this rank's slice; as many on all ranks.
         slots: one for each exchange on the way to the experts.
+        longest: the most tokens that any rank dispatches.
+        rounds: whether a chunk begins when the one before it is done.
     """
 
     chunks: tuple[Routing, ...]
     slots: tuple[SlotHop, ...]
+    longest: int
+    rounds: bool
 
     @property
     def num_tokens(self) -> int:
