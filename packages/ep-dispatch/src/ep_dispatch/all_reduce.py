@@ -49,7 +49,9 @@ class AllReduce(EPImplementation):
             needs = hidden_states.requires_grad, top_k_weights.requires_grad
             if torch.is_grad_enabled() and any(needs):
                 link = new_link(hidden_states.device)
-            link, (rows, weights) = share_linked(link, (rows, weights), needs, self.ep_group)
+            link, (rows, weights) = share_linked(
+                link, (rows, weights), needs, self.ep_group, self.phase("dispatch")
+            )
         ids, foreign = local_routes(top_k_index, self.ep_rank, self.num_local_experts)
         # Masked before anything multiplies: an expert must not see the weight of a route that is not
         # its own, nor that weight its expert's gradient.
@@ -62,4 +64,5 @@ class AllReduce(EPImplementation):
             return partial
         if link is None and partial.requires_grad:
             link = new_link(partial.device)
-        return sum_linked(link, partial, self.ep_group)
+        with self.phase("combine"):
+            return sum_linked(link, partial, self.ep_group)

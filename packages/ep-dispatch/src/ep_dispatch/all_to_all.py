@@ -11,10 +11,10 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
 from .collectives import chunk_bounds, gather_over_group
-from .implementation import EPImplementation, ExpertsForward
+from .implementation import EPImplementation, ExpertsForward, add_shared
 from .journey import Journey, Legs
 from .links import (
     GradNeeds,
@@ -71,7 +71,8 @@ class AllToAll(EPImplementation):
         num_chunks: into how many contiguous parts a call's tokens are cut, so that one's rows travel
             while the experts run on another's (see `_run_chunks`). The output is the same. Worth it
             where exchanges run beside the experts, on a GPU, and take as long; each chunk has exchanges
-            and calls of the experts of its own. The same on all ranks, however many tokens each has.
+            and calls of the experts of its own. "auto": 2 in training with NCCL, else 1. The same on all
+            ranks, however many tokens each has.
         max_rows: how many rows may be on a rank at one time, at least P. If more would come, on any
             rank, a call's tokens go in rounds, one after the other: slower, not out of memory, and the
             same result. With gradients a round's dispatch and experts run again in backward. None: no
@@ -90,7 +91,7 @@ class AllToAll(EPImplementation):
         experts_forward: ExpertsForward,
         *,
         wire_dtype: torch.dtype | None = None,
-        num_chunks: int = 1,
+        num_chunks: int | Literal["auto"] = 1,
         max_rows: int | None = None,
         **settings: Any,
     ) -> None:
@@ -100,9 +101,10 @@ class AllToAll(EPImplementation):
                 f"wire_dtype must be None or one of {', '.join(map(str, WIRE_DTYPES))}, got "
                 f"{wire_dtype!r}."
             )
-        if type(num_chunks) is not int or num_chunks < 1:
+        if num_chunks != "auto" and (type(num_chunks) is not int or num_chunks < 1):
             raise ValueError(
-                f"num_chunks must be an int of at least 1, the same on all ranks, got {num_chunks!r}."
+                'num_chunks must be "auto" or an int of at least 1, the same on all ranks, got '
+                f"{num_chunks!r}."
             )
         if max_rows is not None and (type(max_rows) is not int or max_rows < self.ep_size):
             raise ValueError(
@@ -111,6 +113,7 @@ class AllToAll(EPImplementation):
             )
         self.wire_dtype = wire_dtype
         self.num_chunks = num_chunks
+        self._most_chunks = self._auto_chunks() if num_chunks == "auto" else num_chunks
         self.max_rows = max_rows
         self._warned = False
         self.stages = self._make_stages()
@@ -120,15 +123,56 @@ class AllToAll(EPImplementation):
         """The exchanges on the way to the experts."""
         return [Stage(self.ep_group, self.num_experts)]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _auto_chunks(self) -> int:
+        """How many chunks "auto" is in training. In inference, where calls are small, it is 1.
+
+        Only what all ranks know alike may decide. With NCCL exchanges run beside the experts: two chunks
+        hide half of them, and each further one hides less and makes the experts' products smaller. With
+        gloo they would run on the cores that the experts run on.
+        """
+        if self.ep_group is None or self.ep_size == 1:
+            return 1
+        return 2 if dist.get_backend(self.ep_group) == "nccl" else 1
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Dispatch, run the experts, combine."""
-        if self.num_chunks == 1 and self.max_rows is None:
+        shared: list[Tensor] = []
+
+        def meanwhile() -> None:
+            if shared_experts is not None:
+                shared.append(shared_experts(hidden_states))
+
+        if self._most_chunks == 1 and self.max_rows is None:
             plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
-            received, ticket = self.dispatch(hidden_states, plan)
-            rows = self.run_on(received)
-            return self.combine(join_parameters(rows, self._idle_parameters([plan])), ticket)
+            if shared_experts is None:
+                received, ticket = self.dispatch(hidden_states, plan)
+            else:
+                there = self.start_dispatch(hidden_states, plan)
+                meanwhile()
+                received, ticket = there.wait()
+            rows = join_parameters(self.run_on(received), self._idle_parameters([plan]))
+            output = self.combine(rows, ticket)
+        else:
+            output = self._run(hidden_states, top_k_index, top_k_weights, meanwhile)
+        return add_shared(output, *shared) if shared else output
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        meanwhile: Callable[[], None],
+    ) -> Tensor:
+        """As `forward`, in chunks or rounds; `meanwhile` is called while the first rows travel."""
         routing, weights, link = self._prepare(
-            self.num_chunks, self.max_rows, top_k_index, top_k_weights, hidden_states
+            self._most_chunks, self.max_rows, top_k_index, top_k_weights, hidden_states
         )
         needs = _needs_now(routing)
         if not needs.rows or self.ep_size == 1:
@@ -138,7 +182,7 @@ class AllToAll(EPImplementation):
         link, rows = self._split(link, hidden_states, needs)
         parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
         run = self._run_rounds if routing.rounds else self._run_chunks
-        _, outputs = run(routing.chunks, parts, weights, needs, link)
+        _, outputs = run(routing.chunks, parts, weights, needs, link, meanwhile)
         rows = join_parameters(torch.cat(outputs), self._idle_parameters(routing.chunks))
         return self._gather(rows, routing.num_tokens)
 
@@ -149,6 +193,7 @@ class AllToAll(EPImplementation):
         weights: Sequence[Tensor],
         needs: GradNeeds,
         link: Tensor | None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """While the experts run on a chunk, the next one travels, and the outputs of the one before.
 
@@ -165,13 +210,15 @@ class AllToAll(EPImplementation):
         back: list[Journey] = []
         outputs: list[Tensor] = []
         link = there[0].start(link)
+        if meanwhile is not None:
+            meanwhile()
         for number, chunk in enumerate(chunks):
             link, arrived = there[number].finish(link)
             if number + 1 < len(chunks):
                 link = there[number + 1].start(link)
             rows = self.run_on(chunk.received(arrived, weights[number]))
             del arrived
-            rows = rows.to(parts[number].dtype)
+            rows = _checked(rows, chunk, parts[number].shape[1]).to(parts[number].dtype)
             back.append(Journey(self._back(rows, chunk), linked=link is not None))
             link = back[number].start(link)
             if number:
@@ -187,6 +234,7 @@ class AllToAll(EPImplementation):
         weights: Sequence[Tensor],
         needs: GradNeeds,
         link: Tensor | None,
+        meanwhile: Callable[[], None],
     ) -> tuple[Tensor | None, list[Tensor]]:
         """One chunk after the other; what one received is gone before the next begins.
 
@@ -199,6 +247,7 @@ class AllToAll(EPImplementation):
             link, [out] = self._run_chunks([chunk], [rows], [weights], needs, link)
             return hold_linked(link, out)
 
+        meanwhile()
         outputs: list[Tensor] = []
         for chunk, rows, held in zip(chunks, parts, weights, strict=True):
             if torch.is_grad_enabled():
@@ -320,12 +369,8 @@ class AllToAll(EPImplementation):
         `rows` must not be changed until `wait`, which also gathers over TP.
         """
         plan = ticket.plan
-        if rows.shape != (plan.num_rows, ticket.width):
-            raise ValueError(
-                f"combine takes one row per received row, [{plan.num_rows}, {ticket.width}], got "
-                f"{list(rows.shape)}; outputs of slots are summed per row first (`ReceivedRows.sum`)."
-            )
-        journey = Journey(self._back(rows.to(ticket.dtype), plan), linked=ticket.link is not None)
+        rows = _checked(rows, plan, ticket.width).to(ticket.dtype)
+        journey = Journey(self._back(rows, plan), linked=ticket.link is not None)
         link = journey.start(ticket.link)
         return Pending(lambda: self._gather(journey.finish(link)[1], plan.num_tokens))
 
@@ -334,7 +379,7 @@ class AllToAll(EPImplementation):
         for stage, hop in zip(self.stages, plan.hops, strict=True):
             rows = gather_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
             if stage.size > 1:
-                rows = yield rows, stage.row_exchange(hop, self.wire_dtype)
+                rows = yield rows, stage.row_exchange(hop, self.wire_dtype, self.phase("dispatch"))
         return rows
 
     def _back(self, rows: Tensor, plan: Routing) -> Legs:
@@ -342,7 +387,7 @@ class AllToAll(EPImplementation):
         wire = backward_dtype(self.wire_dtype)
         for stage, hop in zip(reversed(self.stages), reversed(plan.hops), strict=True):
             if stage.size > 1:
-                rows = yield rows, stage.row_exchange(hop, wire, back=True)
+                rows = yield rows, stage.row_exchange(hop, wire, self.phase("combine"), back=True)
             rows = sum_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
         return rows
 
@@ -354,12 +399,16 @@ class AllToAll(EPImplementation):
             return link, hidden_states
         assert self.tp_group is not None
         inner = link if needs.hidden else None
-        inner, (rows,) = split_linked(inner, (hidden_states,), (True,), self.tp_group)
+        phase = self.phase("dispatch")
+        inner, rows = split_linked(inner, hidden_states, self.tp_group, phase)
         return link if inner is None else inner, rows
 
     def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
         """The tokens of all slices."""
-        return gather_over_group(rows, self.tp_group, size=num_tokens) if self._slices else rows
+        if not self._slices:
+            return rows
+        with self.phase("combine"):
+            return gather_over_group(rows, self.tp_group, size=num_tokens)
 
     @property
     def _slices(self) -> bool:
@@ -462,7 +511,11 @@ class AllToAll(EPImplementation):
             first = last = 0
             known = [Notice(rank=self.ep_rank, refused=True)]
             ids, top_k = torch.empty(0, dtype=torch.int64, device=self._device()), 1
-        ends = [(last - first) * end // num_chunks for end in range(num_chunks + 1)]
+        # All ranks' grad modes are the same only once they are agreed upon, so the table has room for
+        # all chunks in any.
+        auto = self.num_chunks == "auto" and not rounds
+        used = 1 if auto and not torch.is_grad_enabled() else num_chunks
+        ends = [(last - first) * min(end, used) // used for end in range(num_chunks + 1)]
         bounds = list(pairwise(ends))
         hops: list[list[Hop]] = []
         ways: list[SlotHop] = []
@@ -477,12 +530,13 @@ class AllToAll(EPImplementation):
                     stage.order(token_of_slot, expert_ids, tokens)
                     for (token_of_slot, tokens), expert_ids in zip(parts, parts_ids, strict=True)
                 ]
-                counted = stage.count(orders, known)
+                with self.phase("counts"):
+                    counted = stage.count(orders, known)
                 known = counted[0].notices
                 made, way, rows = stage.hops(orders, counted, [len(x) for x in parts_ids])
                 if stage is not self.stages[-1]:
                     if stage.size > 1:
-                        (rows,) = stage.slot_exchange(way).there([rows])
+                        (rows,) = stage.slot_exchange(way, self.phase("slots")).there([rows])
                     made = complete(made, rows[way.arrival])
                     parts = [(hop.row_of_slot, hop.num_rows) for hop in made]
                     parts_ids = [hop.expert_ids for hop in made]
@@ -500,7 +554,7 @@ class AllToAll(EPImplementation):
         longest = max(notice.tokens for notice in known)
         if self._slices:
             longest = -(-longest // self.tp_size)
-        return ChunkedRouting(tuple(chunks), tuple(ways), longest, rounds), rows
+        return ChunkedRouting(tuple(chunks[:used]), tuple(ways), longest, rounds), rows
 
     def _most_rows(self, routing: ChunkedRouting) -> tuple[int, int]:
         """The rank of the EP group that gets most rows at one time, and how many. Cost: an all-reduce."""
@@ -509,9 +563,11 @@ class AllToAll(EPImplementation):
         rows = max(at_once([hop.num_rows for hop in of_stage]) for of_stage in hops)
         if self.ep_group is None or self.ep_size == 1:
             return self.ep_rank, rows
-        most = torch.tensor(rows * self.ep_size + self.ep_rank, device=self._device())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
-        rows, rank = divmod(int(most.item()), self.ep_size)
+        device = routing.slots[-1].arrival.device
+        most = torch.tensor(rows * self.ep_size + self.ep_rank, device=device)
+        with self.phase("counts"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
+            rows, rank = divmod(int(most.item()), self.ep_size)
         return rank, rows
 
     def _warn_of_rounds(self, rank: int, rows: int, rounds: int) -> None:
@@ -547,7 +603,7 @@ class AllToAll(EPImplementation):
         weights = top_k_weights
         if self._slices:
             assert self.tp_group is not None
-            link, (weights,) = split_linked(link, (weights,), (True,), self.tp_group)
+            link, weights = split_linked(link, weights, self.tp_group, self.phase("slots"))
         weights = weights.reshape(-1)
         arrived = top_k_weights if rows is None else rows
         for stage, hop in zip(self.stages, routing.slots, strict=True):
@@ -556,7 +612,8 @@ class AllToAll(EPImplementation):
                 tensors.append(rows)
             if stage.size > 1:
                 needs = [x.is_floating_point() for x in tensors]
-                link, tensors = exchange_linked(link, tensors, needs, stage.slot_exchange(hop))
+                exchange = stage.slot_exchange(hop, self.phase("slots"))
+                link, tensors = exchange_linked(link, tensors, needs, exchange)
             weights, *others = (x[hop.arrival] for x in tensors)
             arrived = others[0] if others else arrived
         sizes = [chunk.num_slots for chunk in routing.chunks]
@@ -575,6 +632,15 @@ class AllToAll(EPImplementation):
             return parameters
         fused = (self.num_local_experts,)
         return [p for p in parameters if p.shape[:1] != fused]
+
+
+def _checked(rows: Tensor, plan: Routing, width: int) -> Tensor:
+    if rows.shape != (plan.num_rows, width):
+        raise ValueError(
+            f"combine takes one row per received row, [{plan.num_rows}, {width}], got "
+            f"{list(rows.shape)}; outputs of slots are summed per row first (`ReceivedRows.sum`)."
+        )
+    return rows
 
 
 def _needs_now(plan: Routing | ChunkedRouting) -> GradNeeds:

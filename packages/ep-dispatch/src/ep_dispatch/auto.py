@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,15 @@ class Auto(EPImplementation):
         assert self.all_to_all is not None
         return self.all_to_all
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Run the chosen one."""
-        return self.chosen().forward(hidden_states, top_k_index, top_k_weights)
+        chosen = self.chosen()
+        chosen.layer = self.layer
+        return chosen(hidden_states, top_k_index, top_k_weights, shared_experts=shared_experts)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import _all_to_all, _start_all_to_all
+from .phase import Phase
 from .wire import backward_dtype, decode, encode
 
 __all__ = ["Flight", "RowExchange", "SlotExchange"]
@@ -28,14 +29,19 @@ class Flight:
         send: Sequence[int],
         receive: Sequence[int],
         wire: torch.dtype | None,
+        phase: Phase,
     ) -> None:
-        self._wire, self._dtype = wire, x.dtype
+        self._wire, self._dtype, self._phase = wire, x.dtype, phase
         self._sent = encode(x, wire).contiguous()
-        self._work, self._arriving = _start_all_to_all(self._sent, group, list(send), list(receive))
+        with phase:
+            self._work, self._arriving = _start_all_to_all(
+                self._sent, group, list(send), list(receive)
+            )
 
     def wait(self) -> Tensor:
         """The rows that came. The host waits with gloo, the current stream with NCCL."""
-        self._work.wait()
+        with self._phase:
+            self._work.wait()
         return decode(self._arriving, self._wire, self._dtype)
 
 
@@ -46,22 +52,25 @@ class RowExchange:
     Attributes:
         group: the ranks.
         send, receive: rows to and from each.
+        phase: its name in an error.
         wire: what they are cast to on the way there; `wire.backward_dtype` of it on the way back.
     """
 
     group: ProcessGroup
     send: Sequence[int]
     receive: Sequence[int]
+    phase: Phase
     wire: torch.dtype | None = None
 
     def start(self, rows: Tensor) -> Flight:
         """One all-to-all, which goes on by itself."""
-        return Flight(rows, self.group, self.send, self.receive, self.wire)
+        return Flight(rows, self.group, self.send, self.receive, self.wire, self.phase)
 
     def start_back(self, gradient: Tensor) -> Flight:
         """One all-to-all, the other way, which goes on by itself."""
         wire = backward_dtype(self.wire)
-        return Flight(gradient, self.group, self.receive, self.send, wire)
+        phase = self.phase.backward()
+        return Flight(gradient, self.group, self.receive, self.send, wire, phase)
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class SlotExchange:
     group: ProcessGroup
     send: Sequence[int]
     receive: Sequence[int]
+    phase: Phase
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What the other ranks sent of each: one all-to-all for all tensors."""
@@ -80,7 +90,8 @@ class SlotExchange:
             for x, size in zip(tensors, sizes, strict=True)
         ]
         packed = torch.cat(pieces, dim=1)
-        parts = _all_to_all(packed, self.group, list(self.send), list(self.receive))
+        with self.phase:
+            parts = _all_to_all(packed, self.group, list(self.send), list(self.receive))
         # Cloned, so that each begins where its dtype may begin.
         return [
             part.reshape(-1).clone().view(x.dtype)
@@ -89,4 +100,5 @@ class SlotExchange:
 
     def back(self, gradient: Tensor) -> Tensor:
         """The gradient of what went there, from that of what came: one all-to-all."""
-        return _all_to_all(gradient, self.group, list(self.receive), list(self.send))
+        with self.phase.backward():
+            return _all_to_all(gradient, self.group, list(self.receive), list(self.send))

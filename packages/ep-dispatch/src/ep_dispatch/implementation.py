@@ -7,6 +7,7 @@ the EP group, R = rows that reach this rank's experts, J = slots that a row carr
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -16,8 +17,15 @@ from torch.distributed import ProcessGroup
 
 from .collectives import group_rank, group_size
 from .dtensor import like_input, local_inputs
+from .phase import Phase
 
-__all__ = ["MEGAMOE", "EPImplementation", "EPImplementationInterface", "ExpertsForward"]
+__all__ = [
+    "MEGAMOE",
+    "EPImplementation",
+    "EPImplementationInterface",
+    "ExpertsForward",
+    "add_shared",
+]
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(rows [R, H], local_expert_ids [R, J] int64, weights [R, J]) -> [R, H]`, the weighted sum of the
@@ -111,7 +119,14 @@ class EPImplementation:
                 f'with ep_implementation="auto" or "{MEGAMOE}" only, got {type(self).__name__}.'
             )
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        shared_experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Run the experts on this rank's tokens.
 
         Args:
@@ -121,6 +136,10 @@ class EPImplementation:
             top_k_index: [T, K] int64 or int32, global expert ids; the same id may occur twice, and
                 -1 skips a slot.
             top_k_weights: [T, K], any of the float dtypes.
+            shared_experts: `[T, H] -> [T, H]`, the experts that every token takes: called once with the
+                hidden states, and its output is added. `all_to_all` (and `auto`, where it takes that)
+                calls it while the rows travel to the routed experts; their gradients travel while it
+                runs backward. If it communicates, then on all ranks of the EP group alike.
 
         Returns:
             [T, H] of the hidden states' dtype: the weighted sum over each token's experts. A DTensor
@@ -128,10 +147,19 @@ class EPImplementation:
         """
         group, sharded = self.tp_group, self.sequence_parallel
         local = local_inputs((hidden_states, top_k_index, top_k_weights), group, sharded)
-        return like_input(self.forward(*local), hidden_states, sharded)
+        if shared_experts is None:
+            out = self.forward(*local)
+        elif "shared_experts" in inspect.signature(self.forward).parameters:
+            out = self.forward(*local, shared_experts=shared_experts)  # type: ignore[call-arg]
+        else:
+            out = add_shared(self.forward(*local), shared_experts(local[0]))
+        return like_input(out, hidden_states, sharded)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """What a subclass does: as `__call__`, with plain tensors."""
+        """What a subclass does: as `__call__`, with plain tensors.
+
+        One that runs shared experts itself takes the keyword `shared_experts` too.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override `forward`.")
 
     def run_experts(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -143,6 +171,10 @@ class EPImplementation:
                 f"got {list(out.shape)}."
             )
         return out
+
+    def phase(self, name: str) -> Phase:
+        """A context for a collective, which names it in an error."""
+        return Phase(name, self.ep_group, self.layer)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """The experts' parameters that need a gradient, as they are now (FSDP2 swaps them)."""
@@ -160,6 +192,20 @@ class EPImplementation:
             f"ep={self.ep_rank}/{self.ep_size}, tp={self.tp_rank}/{self.tp_size}, "
             f"sequence_parallel={self.sequence_parallel})"
         )
+
+
+def add_shared(output: Tensor, shared: Tensor) -> Tensor:
+    """The output of the routed experts [T, H] and that of the shared ones.
+
+    Raises:
+        ValueError: they are not of one shape.
+    """
+    if shared.shape != output.shape:
+        raise ValueError(
+            f"shared_experts must give one row of output per token, {list(output.shape)}, got "
+            f"{list(shared.shape)}."
+        )
+    return output + shared.to(output.dtype)
 
 
 def _module_of(function: object) -> nn.Module | None:

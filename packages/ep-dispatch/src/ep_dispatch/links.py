@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from .collectives import _all_gather, _all_reduce, _chunk
 from .exchange import Flight, RowExchange, SlotExchange
+from .phase import Phase
 
 __all__ = [
     "GradNeeds",
@@ -69,16 +70,14 @@ def new_link(device: torch.device) -> Tensor:
 
 
 def split_linked(
-    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], group: ProcessGroup
-) -> tuple[Tensor | None, list[Tensor]]:
-    """This rank's chunk of each tensor's dimension 0 (`chunk_bounds`).
-
-    Cost: one all-gather in backward for each tensor that `needs` a gradient.
-    """
+    link: Tensor | None, x: Tensor, group: ProcessGroup, phase: Phase
+) -> tuple[Tensor | None, Tensor]:
+    """This rank's chunk of dimension 0 (`chunk_bounds`). Cost: one all-gather in backward."""
     if link is None:
-        return None, [_chunk(x, group, 0) for x in tensors]
-    link, *chunks = _SplitLinked.apply(link, group, tuple(needs), *tensors)
-    return link, chunks
+        return None, _chunk(x, group, 0)
+    link, chunk = _SplitLinked.apply(link, group, phase, x)
+    assert chunk is not None
+    return link, chunk
 
 
 def exchange_linked(
@@ -139,7 +138,11 @@ def _landed(trip: Trip) -> Tensor:
 
 
 def share_linked(
-    link: Tensor | None, tensors: Sequence[Tensor], needs: Sequence[bool], group: ProcessGroup
+    link: Tensor | None,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    group: ProcessGroup,
+    phase: Phase,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The tensors, which all ranks hold whole; their gradients are summed over the group.
 
@@ -147,7 +150,7 @@ def share_linked(
     """
     if link is None:
         return None, list(tensors)
-    link, *shared = _ShareLinked.apply(link, group, tuple(needs), *tensors)
+    link, *shared = _ShareLinked.apply(link, group, phase, tuple(needs), *tensors)
     return link, shared
 
 
@@ -197,21 +200,19 @@ def _facts(x: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 class _SplitLinked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor, group: ProcessGroup, needs: tuple[bool, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        chunks = [_chunk(x, group, 0).clone() for x in tensors]
-        ctx.group, ctx.needs = group, needs
-        ctx.facts, ctx.sizes = [_facts(x) for x in chunks], [x.shape[0] for x in tensors]
-        _mark(ctx, needs, chunks)
-        return torch.zeros_like(link), *chunks
+        ctx: Any, link: Tensor, group: ProcessGroup, phase: Phase, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        chunk = _chunk(x, group, 0).clone()
+        ctx.group, ctx.phase = group, phase
+        ctx.facts, ctx.size = _facts(chunk), x.shape[0]
+        ctx.set_materialize_grads(False)
+        return torch.zeros_like(link), chunk
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
-        whole = [
-            _all_gather(_filled(grad, facts), ctx.group, 0, size) if need else None
-            for grad, facts, size, need in zip(grads, ctx.facts, ctx.sizes, ctx.needs, strict=True)
-        ]
-        return None, None, None, *whole
+    def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
+        with ctx.phase.backward():
+            whole = _all_gather(_filled(grad, ctx.facts), ctx.group, 0, ctx.size)
+        return None, None, None, whole
 
 
 class _ExchangeLinked(torch.autograd.Function):
@@ -264,20 +265,27 @@ class _WaitLinked(torch.autograd.Function):
 class _ShareLinked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor, group: ProcessGroup, needs: tuple[bool, ...], *tensors: Tensor
+        ctx: Any,
+        link: Tensor,
+        group: ProcessGroup,
+        phase: Phase,
+        needs: tuple[bool, ...],
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         shared = [x.view_as(x) for x in tensors]
-        ctx.group, ctx.needs, ctx.facts = group, needs, [_facts(x) for x in tensors]
+        ctx.group, ctx.phase, ctx.needs = group, phase, needs
+        ctx.facts = [_facts(x) for x in tensors]
         _mark(ctx, needs, shared)
         return torch.zeros_like(link), *shared
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
-        summed = [
-            _all_reduce(_filled(grad, facts), ctx.group) if need else None
-            for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
-        ]
-        return None, None, None, *summed
+        with ctx.phase.backward():
+            summed = [
+                _all_reduce(_filled(grad, facts), ctx.group) if need else None
+                for grad, facts, need in zip(grads, ctx.facts, ctx.needs, strict=True)
+            ]
+        return None, None, None, None, *summed
 
 
 class _HoldLinked(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from .agreement import Notice
 from .collectives import _all_to_all, group_size
 from .exchange import RowExchange, SlotExchange
+from .phase import Phase
 from .plan import Hop, SlotHop
 from .routing import SendOrder, expert_major_order
 
@@ -163,20 +164,20 @@ class Stage:
         )
         return hop, arrival
 
-    def slot_exchange(self, hop: SlotHop) -> SlotExchange:
+    def slot_exchange(self, hop: SlotHop, phase: Phase) -> SlotExchange:
         """Facts of slots to the ranks that own their experts."""
         assert self.group is not None
-        return SlotExchange(self.group, hop.sent, hop.received)
+        return SlotExchange(self.group, hop.sent, hop.received, phase)
 
     def row_exchange(
-        self, hop: Hop, wire: torch.dtype | None, *, back: bool = False
+        self, hop: Hop, wire: torch.dtype | None, phase: Phase, *, back: bool = False
     ) -> RowExchange:
         """Rows to the ranks that own their experts, or `back` from them."""
         assert self.group is not None
         send, receive = hop.send_sizes, hop.receive_sizes
         if back:
             send, receive = receive, send
-        return RowExchange(self.group, send, receive, wire)
+        return RowExchange(self.group, send, receive, phase, wire)
 
 
 def complete(hops: Sequence[Hop], rows: Tensor) -> list[Hop]:
