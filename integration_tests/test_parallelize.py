@@ -14,7 +14,7 @@ from torch import nn
 from ep_dispatch import AllToAll, EPImplementationInterface
 from ep_plans import full_tensor
 from ep_testing import RankPool
-from expert_parallel import initialize, parallelize
+from expert_parallel import AutoModelForCausalLM, initialize, parallelize
 
 LAYOUTS = [
     dispatching(tp_size=2, fsdp_size=4, ep_size=4),
@@ -188,6 +188,13 @@ def test_experts_may_be_computed_again_in_backward(ranks: RankPool) -> None:
         assert again == loss
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_unknown_option_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ValueError, match=r"'chunks' is no setting of ep_implementation='auto'"):
+        AutoModelForCausalLM.from_pretrained(
+            "nowhere", distributed_config={"ep_size": 1}, ep_options={"chunks": 2}
+        )
 
 
 def test_an_unknown_way_to_recompute_is_refused() -> None:

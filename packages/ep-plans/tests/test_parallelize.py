@@ -90,6 +90,18 @@ LAYOUTS: dict[str, list[Case]] = {
             {"micro": 2, "deferred": True},
         ),
     ],
+    "ep_options": [
+        (
+            {},
+            {"tp_size": 2, "fsdp_size": 4, "ep_size": 4},
+            {"ep_options": {"num_chunks": 3}, "micro": 2},
+        ),
+        (
+            {},
+            {"fsdp_size": 8, "ep_size": 4},
+            {"ep_options": {"max_rows": 16}, "micro": 2, "deferred": True},
+        ),
+    ],
 }
 
 

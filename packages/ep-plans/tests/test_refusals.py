@@ -164,6 +164,41 @@ def test_meshes_and_models_that_do_not_fit(ranks: RankPool) -> None:
     ranks.run(other_refusals, world=4)
 
 
+def options_refused(rank: int) -> None:
+    config = DistributedConfig(**SIZES)
+    mesh = ParallelMesh(config.layout)
+    model = build(ToyConfig())
+    with pytest.raises(
+        ValueError, match=r"'num_chunk' is no setting .*'auto'; it has .*'num_chunks'"
+    ):
+        parallelize(model, mesh, config, ep_options={"num_chunk": 2})
+    with pytest.raises(ValueError, match=r"num_chunks must be .* got 0"):
+        parallelize(model, mesh, config, ep_options={"num_chunks": 0})
+    with pytest.raises(ValueError, match="different configurations"):
+        parallelize(model, mesh, config, ep_options={"num_chunks": 2 + rank % 2})
+    for sizes in ({"tp_size": 4}, {"tp_size": 4, "ep_size": 4, "ep_implementation": "all_reduce"}):
+        other = DistributedConfig(**sizes)
+        with pytest.raises(ValueError, match="num_chunks"):
+            parallelize(model, ParallelMesh(other.layout), other, ep_options={"num_chunks": 2})
+
+    built = []
+
+    class Noted(AllToAll):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            built.append(self)
+
+    EPImplementationInterface.register("noted", Noted)
+    config = DistributedConfig(**SIZES, ep_implementation="noted")
+    parallelize(model, mesh, config, ep_options={"num_chunks": 2, "max_rows": 9})
+    assert [(x.num_chunks, x.max_rows) for x in built] == [(2, 9)]
+    assert built[0].layer == "model.layers.1.mlp.experts"
+
+
+def test_options_of_the_implementation(ranks: RankPool) -> None:
+    ranks.run(options_refused, world=4)
+
+
 # -- what a model shows
 
 

@@ -20,7 +20,7 @@ class Auto(EPImplementation):
     """The default. `deepgemm_megamoe` for experts configured for it; else `all_reduce` where the EP
     group shares one batch and grad mode is off (inference); else `all_to_all`.
 
-    The choice depends on the layout and on grad mode alone, which are the same on all ranks.
+    It takes the settings of `AllToAll`. The choice depends on the layout and on grad mode alone, which are the same on all ranks.
 
     Attributes:
         all_to_all, all_reduce, megamoe: the implementations it chooses from; None where one cannot run.
@@ -28,15 +28,26 @@ class Auto(EPImplementation):
 
     runs_megamoe_experts: ClassVar[bool] = True
 
+    @classmethod
+    def options(cls) -> list[str]:
+        """Those of `AllToAll`, for the calls that it runs."""
+        return AllToAll.options()
+
     def __init__(self, experts_forward: ExpertsForward, **settings: Any) -> None:
+        options = {name: settings.pop(name) for name in self.options() if name in settings}
         super().__init__(experts_forward, **settings)
         self.megamoe: DeepGemmMegaMoe | None = None
         self.all_to_all: AllToAll | None = None
         self.all_reduce: AllReduce | None = None
         if uses_megamoe(self.experts):
+            if options:
+                raise ValueError(
+                    f"{', '.join(options)} cannot be set for experts configured for deepgemm_megamoe, "
+                    "whose kernel moves the tokens."
+                )
             self.megamoe = DeepGemmMegaMoe(experts_forward, **settings)
             return
-        self.all_to_all = AllToAll(experts_forward, **settings)
+        self.all_to_all = AllToAll(experts_forward, **options, **settings)
         if self.shares_batch:
             self.all_reduce = AllReduce(experts_forward, **settings)
 

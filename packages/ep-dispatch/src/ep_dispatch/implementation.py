@@ -119,6 +119,15 @@ class EPImplementation:
                 f'with ep_implementation="auto" or "{MEGAMOE}" only, got {type(self).__name__}.'
             )
 
+    @classmethod
+    def options(cls) -> list[str]:
+        """The settings that the class has beside those of every implementation, by name."""
+        common = inspect.signature(EPImplementation.__init__).parameters
+        classes = [c for c in reversed(cls.__mro__) if issubclass(c, EPImplementation)]
+        found = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]
+        own = [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in common]
+        return list(dict.fromkeys(own))
+
     def __call__(
         self,
         hidden_states: Tensor,

@@ -1,5 +1,6 @@
 """What is sharded how: plans, parallel styles, and their application to a model."""
 
+from ep_plans.checks import check_ep_options
 from ep_plans.gradients import clip_grad_norm_, grad_norm
 from ep_plans.parallelize import ParallelState, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
@@ -31,6 +32,7 @@ __all__ = [
     "call_arguments",
     "change_input",
     "change_output",
+    "check_ep_options",
     "check_stages",
     "clip_grad_norm_",
     "full_tensor",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -91,6 +92,21 @@ def _check_implementation(config: DistributedConfig) -> None:
             f"ep_implementation={name!r} needs an EP group that shares one batch: ep_size == tp_size "
             f"and no sequence parallelism, got ep_size={config.ep_size}, tp_size={config.tp_size}, "
             f"enable_sequence_parallel={config.enable_sequence_parallel}. Use 'all_to_all' or 'auto'."
+        )
+
+
+def check_ep_options(config: DistributedConfig, options: Mapping[str, Any]) -> None:
+    """`options` are settings of the config's `ep_implementation`; their values it checks itself.
+
+    Raises:
+        ValueError: it has no setting of that name.
+    """
+    name = config.ep_implementation
+    known = EPImplementationInterface.get(name).options()
+    if unknown := [option for option in options if option not in known]:
+        raise ValueError(
+            f"ep_options: {', '.join(map(repr, unknown))} is no setting of ep_implementation={name!r}; "
+            f"it has {', '.join(map(repr, known)) or 'none'}."
         )
 
 

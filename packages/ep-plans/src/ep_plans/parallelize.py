@@ -22,7 +22,7 @@ from ep_dispatch.collectives import copy_to_group
 from ep_dispatch.links import join_parameters
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import join_norms_over_meshes, mark_expert_parallel, show_plan
-from ep_plans.checks import attention_heads
+from ep_plans.checks import attention_heads, check_ep_options
 from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
 from ep_plans.parameters import CONVOLUTIONS, plan_parameters
@@ -73,6 +73,7 @@ def parallelize(
     *,
     plans: Plans | None = None,
     experts_forward: Callable[[nn.Module], ExpertsForward] | None = None,
+    ep_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Shard `model` in place over the meshes and change how its modules run.
 
@@ -83,6 +84,8 @@ def parallelize(
         plans: the resolved rules; None: `resolve_plans(model, config)`.
         experts_forward: makes the function that runs an experts module, by the contract of
             `ep_dispatch`; None: the module's own code.
+        ep_options: further settings of the implementation that `config` names, such as `num_chunks`,
+            `max_rows` and `wire_dtype` of `ep_dispatch.AllToAll`.
 
     Returns:
         The same model. Its sharded parameters are DTensors; `model.tp_plan`, `ep_plan` and
@@ -103,11 +106,18 @@ def parallelize(
     if mesh.layout != config.layout:
         raise ValueError(f"The mesh is of the layout {mesh.layout}, the config of {config.layout}.")
     check_stages(config)
-    _check_same_model(model, mesh, config)
+    options = ep_options or {}
+    check_ep_options(config, options)
+    _check_same_model(model, mesh, config, options)
     plans = resolve_plans(model, config) if plans is None else plans
+    if options and not any(STYLES[style].dispatches for style in plans.ep.values()):
+        raise ValueError(
+            f"ep_options={dict(options)!r}, but no experts of this {type(model).__name__} are dispatched "
+            f"(ep_size={config.ep_size}): leave them out."
+        )
     shardings = plan_parameters(model, plans, config)
     contexts = _prepare_styles(
-        model, mesh, config, plans, shardings, experts_forward or own_experts_forward
+        model, mesh, config, plans, shardings, experts_forward or own_experts_forward, options
     )
 
     _cut_parameters(model, mesh, config, shardings)
@@ -126,11 +136,13 @@ def parallelize(
     return model
 
 
-def _check_same_model(model: nn.Module, mesh: ParallelMesh, config: DistributedConfig) -> None:
+def _check_same_model(
+    model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, options: Mapping[str, Any]
+) -> None:
     """Each rank cuts its part out of its own copy, so all must start from the same."""
     if dist.get_world_size() == 1:
         return
-    facts = [config.to_dict()] + [
+    facts = [config.to_dict(), dict(options)] + [
         [name, list(p.shape), str(p.dtype), p.is_meta, p.requires_grad]
         for name, p in model.named_parameters()
     ]
@@ -204,6 +216,7 @@ def _prepare_styles(
     plans: Plans,
     shardings: Mapping[str, ParameterSharding],
     experts_forward: Callable[[nn.Module], ExpertsForward],
+    ep_options: Mapping[str, Any],
 ) -> list[tuple[Style, Context]]:
     """Each rule on a module, in the order of installation, with what its style prepared."""
     modules = dict(model.named_modules())
@@ -215,7 +228,7 @@ def _prepare_styles(
             sharding = shardings.get(f"{name}.weight")
             copies = sharding.cut.copies if sharding is not None and sharding.cut else 1
             context = Context(
-                mesh, config, model, name, modules[name], axis, copies, experts_forward
+                mesh, config, model, name, modules[name], axis, copies, experts_forward, ep_options
             )
             found = STYLES[style]
             prepared.append((found, replace(context, prepared=found.prepare(context))))

@@ -24,7 +24,8 @@ class _Sharded:
                 `experts_implementation` not given (or None) computes experts by `ep_kernels`,
                 whatever the checkpoint's config names; `"deepgemm_megamoe"` stands for the
                 `ep_implementation` of that name; any other name computes them by transformers'
-                own implementation of that name. `experts_recompute` is that of `parallelize`.
+                own implementation of that name. `experts_recompute` and `ep_options` are those of
+                `parallelize`.
 
         Raises:
             ValueError: the config does not fit the model or the number of processes, or the files

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ep_kernels import Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import check_stages
+from ep_plans import check_ep_options, check_stages
 from expert_parallel import _compat
 from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
 from expert_parallel.boxes import lengths
@@ -51,6 +51,7 @@ def load(
     distributed_config: DistributedConfig | Mapping[str, Any] | Any,
     experts_implementation: str | None = None,
     experts_recompute: Recompute = "none",
+    ep_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Call `from_pretrained` so that each rank reads its shards; every rank must call.
@@ -78,8 +79,12 @@ def load(
                 f"experts_implementation={experts_implementation!r} computes them itself. Leave one of "
                 "them out."
             )
+    check_ep_options(config, ep_options or {})
     loader = _Loader(
-        config, own_experts=experts_implementation is None, recompute=experts_recompute
+        config,
+        own_experts=experts_implementation is None,
+        recompute=experts_recompute,
+        ep_options=ep_options,
     )
     try:
         with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
@@ -162,10 +167,19 @@ class _Loader:
     """One sharded load; see `expert_parallel._compat.Loader`."""
 
     def __init__(
-        self, config: DistributedConfig, *, own_experts: bool, recompute: Recompute
+        self,
+        config: DistributedConfig,
+        *,
+        own_experts: bool,
+        recompute: Recompute,
+        ep_options: Mapping[str, Any] | None,
     ) -> None:
         self.config = config
-        self.experts: Any = {"own_experts": own_experts, "recompute": recompute}
+        self.experts: Any = {
+            "own_experts": own_experts,
+            "recompute": recompute,
+            "ep_options": ep_options,
+        }
         self.mesh = ParallelMesh(config.layout)
         self.device = self.mesh.device
         self.tally = Tally()

@@ -37,6 +37,7 @@ def parallelize(
     config: DistributedConfig | Mapping[str, Any] | Any,
     *,
     experts_recompute: Recompute = "none",
+    ep_options: Mapping[str, Any] | None = None,
 ) -> ModelT:
     """Shard `model` in place over the running processes; every rank must call.
 
@@ -51,6 +52,9 @@ def parallelize(
             and computes the experts' first projection again; `"none"` keeps that too. Of 8 in 128
             experts over 8 ranks, in bf16 with H=2048, I=768: 22 against 46 KiB a token and layer.
             Experts that no EP plan dispatches are not concerned.
+        ep_options: further settings of the `ep_implementation`, the same on all ranks. Those of
+            "all_to_all" (and "auto", for the calls that it runs): `num_chunks`, `max_rows`,
+            `wire_dtype`, see `ep_dispatch.AllToAll`.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -65,7 +69,9 @@ def parallelize(
     resolved = as_config(config)
     ep_plans.check_stages(resolved)
     mesh = ParallelMesh(resolved.layout)
-    shard_model(model, mesh, resolved, own_experts=True, recompute=experts_recompute)
+    shard_model(
+        model, mesh, resolved, own_experts=True, recompute=experts_recompute, ep_options=ep_options
+    )
     return model
 
 
@@ -76,6 +82,7 @@ def shard_model(
     *,
     own_experts: bool,
     recompute: Recompute = "none",
+    ep_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Apply the plans of `config` and install the methods.
 
@@ -86,6 +93,7 @@ def shard_model(
         own_experts: compute experts by `ep_kernels` where it understands them; else by the
             module's own forward, whose implementation the model's config names.
         recompute: what `ep_kernels` computes again in backward.
+        ep_options: further settings of the implementation.
     """
     if recompute not in get_args(Recompute):
         raise ValueError(
@@ -94,7 +102,7 @@ def shard_model(
     make: Callable[[nn.Module], ExpertsForward] = _module_forward
     if own_experts:
         make = functools.partial(module_experts_forward, recompute=recompute)
-    ep_plans.parallelize(model, mesh, config, experts_forward=make)
+    ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
     if isinstance(model, PreTrainedModel):
         # On the object: FSDP2 and PEFT change or wrap the class.
         object.__setattr__(model, "save_pretrained", MethodType(_save_method, model))

@@ -6,8 +6,8 @@ import contextlib
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Context:
         axis: the axis that the rule works over, "tp" or "ep".
         copies: consecutive ranks that hold the same part of its weight (key-value heads).
         experts_forward: makes the function that runs an experts module.
+        ep_options: further settings of the implementation that dispatches to it.
         prepared: what the style's `prepare` gave.
     """
 
@@ -57,6 +58,7 @@ class Context:
     axis: str
     copies: int
     experts_forward: Callable[[nn.Module], ExpertsForward]
+    ep_options: Mapping[str, Any] = field(default_factory=dict)
     prepared: Any = None
 
     @property

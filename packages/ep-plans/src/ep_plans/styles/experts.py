@@ -156,11 +156,14 @@ def build_implementation(context: Context) -> EPImplementation:
     experts, mesh = context.module, context.mesh
     number = num_experts_of(experts)
     assert number is not None
-    return EPImplementationInterface.get(context.config.ep_implementation)(
+    implementation = EPImplementationInterface.get(context.config.ep_implementation)(
         context.experts_forward(experts),
         num_local_experts=number // mesh.size("ep"),
         ep_group=mesh.group("ep"),
         tp_group=mesh.group("tp") if mesh.size("tp") > 1 else None,
         sequence_parallel=context.config.enable_sequence_parallel and mesh.size("tp") > 1,
         experts=experts,
+        **context.ep_options,
     )
+    implementation.layer = context.name
+    return implementation
