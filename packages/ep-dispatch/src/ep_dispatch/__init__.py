@@ -1,7 +1,8 @@
 """How tokens travel to their experts and back.
 
 High level: `implementation(hidden_states, top_k_index, top_k_weights) -> [T, H]`. Low level, for
-frameworks with experts of their own: `AllToAll.prepare`, `.dispatch`, `.combine`.
+frameworks with experts of their own: `AllToAll.prepare`, `.dispatch`, `.combine`, and `.start_dispatch`,
+`.start_combine`, which come back while the rows travel.
 """
 
 from .all_reduce import AllReduce
@@ -10,6 +11,7 @@ from .auto import Auto
 from .hierarchical import HierarchicalAllToAll
 from .implementation import EPImplementation, EPImplementationInterface, ExpertsForward
 from .megamoe import DeepGemmMegaMoe
+from .pending import Pending
 from .plan import DispatchPlan, ReceivedRows, Ticket
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "EPImplementationInterface",
     "ExpertsForward",
     "HierarchicalAllToAll",
+    "Pending",
     "ReceivedRows",
     "Ticket",
 ]
