@@ -33,7 +33,7 @@ ALLOWED = {
 # What it may use where it is installed, without declaring that it needs it.
 OPTIONAL = {
     "ep_kernels": {"triton", "deep_gemm"},
-    "ep_dispatch": {"deep_gemm", "transformers", "torchtitan"},
+    "ep_dispatch": {"triton", "deep_gemm", "transformers", "torchtitan"},
     "expert_parallel": {"matplotlib", "tokenizers"},
 }
 # Modules that are private though their names do not say so.

@@ -13,6 +13,7 @@ from .implementation import EPImplementation, EPImplementationInterface, Experts
 from .megamoe import DeepGemmMegaMoe
 from .pending import Pending
 from .plan import DispatchPlan, ReceivedRows, Ticket
+from .symmetric_memory import SymmetricMemory
 
 __all__ = [
     "AllReduce",
@@ -26,6 +27,7 @@ __all__ = [
     "HierarchicalAllToAll",
     "Pending",
     "ReceivedRows",
+    "SymmetricMemory",
     "Ticket",
 ]
 
@@ -35,4 +37,5 @@ EPImplementationInterface._register_built_in(
     all_to_all_hierarchical=HierarchicalAllToAll,
     all_reduce=AllReduce,
     deepgemm_megamoe=DeepGemmMegaMoe,
+    symmetric_memory=SymmetricMemory,
 )

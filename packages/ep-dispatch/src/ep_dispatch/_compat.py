@@ -59,4 +59,11 @@ def checkpoint_frame() -> tuple[object | None, int | None]:
     return (frame, None) if hasattr(frame, "weak_holders") else (None, None)
 
 
-__all__ = ["checkpoint_frame", "torchtitan_token_dispatchers", "transformers_expert_parallel"]
+def symmetric_memory() -> Any:
+    """CUDA symmetric memory (torch 2.11 to 2.13; seen, not run: `empty`, `rendezvous`, and of the handle
+    `buffer_ptrs`, `barrier`).
+    """  # noqa: D205
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+__all__ = ["checkpoint_frame", "symmetric_memory", "torchtitan_token_dispatchers", "transformers_expert_parallel"]

@@ -117,7 +117,7 @@ class AllToAll(EPImplementation):
         self.max_rows = max_rows
         self._warned = False
         self.stages = self._make_stages()
-        self._memory = CheckpointMemory()
+        self._memory = CheckpointMemory[ChunkedRouting]()
 
     def _make_stages(self) -> Sequence[Stage]:
         """The exchanges on the way to the experts."""

@@ -7,17 +7,20 @@ forward, on other ranks too.
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ._compat import checkpoint_frame
-from .plan import ChunkedRouting
 
 __all__ = ["CheckpointMemory"]
 
 
-class CheckpointMemory:
+Routing = TypeVar("Routing")
+
+
+class CheckpointMemory(Generic[Routing]):
     """What one experts module routed in each checkpointed region whose backward is to come.
 
     A region may run the module more than once, and be recomputed more than once: the calls of a
@@ -27,20 +30,20 @@ class CheckpointMemory:
     """
 
     def __init__(self) -> None:
-        self._routings: WeakKeyDictionary[object, list[ChunkedRouting]] = WeakKeyDictionary()
+        self._routings: WeakKeyDictionary[object, list[Routing]] = WeakKeyDictionary()
         self._recalled: WeakKeyDictionary[object, dict[int, int]] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[CheckpointMemory], tuple[()]]:
+    def __reduce__(self) -> tuple[type[CheckpointMemory[Routing]], tuple[()]]:
         """Copied or pickled, it is empty: a graph is neither."""
         return CheckpointMemory, ()
 
-    def remember(self, routing: ChunkedRouting) -> None:
+    def remember(self, routing: Routing) -> None:
         """Keep the routing of a forward, if that is checkpointed."""
         region, backward = _region()
         if region is not None and backward is None:
             self._routings.setdefault(region, []).append(routing)
 
-    def recall(self) -> ChunkedRouting | None:
+    def recall(self) -> Routing | None:
         """The routing of the forward that is being recomputed; None if none is."""
         region, backward = _region()
         if region is None or backward is None or region not in self._routings:

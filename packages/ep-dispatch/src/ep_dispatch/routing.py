@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SKIPPED", "SendOrder", "expert_major_order", "local_routes", "transpose_index"]
+__all__ = [
+    "SKIPPED",
+    "SendOrder",
+    "expert_major_order",
+    "local_routes",
+    "owner_places",
+    "transpose_index",
+]
 
 SKIPPED = -1
 """The expert id of a slot that no expert shall compute: it contributes exactly zero."""
@@ -139,3 +146,26 @@ def local_routes(top_k_index: Tensor, rank: int, num_local_experts: int) -> tupl
     ids = top_k_index.long() - rank * num_local_experts
     foreign = (ids < 0) | (ids >= num_local_experts)
     return ids.masked_fill(foreign, num_local_experts), foreign
+
+
+def owner_places(
+    top_k_index: Tensor, *, experts: int, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each token's row lies among those for each owner, by shapes that no routing changes.
+
+    Args:
+        top_k_index: [T, K] expert ids below `experts`, or `SKIPPED`.
+        experts: E.
+        ranks: P.
+
+    Returns:
+        `place` [P, T] int64, counted from the first row for that rank, in token order, -1 where the
+        token has no expert there; `counts` [P] int64, rows for each rank; `invalid`, 0-dim bool, whether
+        any id was out of range (such slots are ordered as skipped). No sort, no host synchronization.
+    """
+    ids = top_k_index.long()
+    inside = (ids >= 0) & (ids < experts)
+    owner = (ids // (experts // ranks)).masked_fill(~inside, ranks)
+    present = ids.new_zeros((ids.shape[0], ranks + 1)).scatter_(1, owner, 1)[:, :ranks].T
+    place = (present.cumsum(1) - 1).masked_fill(present == 0, -1)
+    return place, present.sum(1), (~inside & (ids != SKIPPED)).any()
