@@ -120,3 +120,11 @@ def test_released_code_in_float32(ranks: RankPool, family: str) -> None:
     """The model code as it is, float32 and all."""
     sizes = {"tp_size": 2, "fsdp_size": 4, "ep_size": 4}
     ranks.run(compare_float32, family, sizes, timeout=120)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_symmetric_memory(ranks: RankPool, tp: int) -> None:
+    """Rows written into other ranks' memory, chosen by name; backward with FSDP2 and TP."""
+    sizes = {"tp_size": tp, "fsdp_size": 4 // tp, "ep_size": 4}
+    options = sizes | {"ep_implementation": "symmetric_memory"}
+    ranks.run(compare, "qwen3_moe", options, world=4, timeout=120)

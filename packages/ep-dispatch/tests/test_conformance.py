@@ -28,7 +28,15 @@ def conforms(rank, moe, name, tp, workload):
     check(EPImplementationInterface.get(name), workload, ep_group=ep_group, tp_group=tp_group)
 
 
-OURS = [("all_to_all", 1), ("all_to_all", 2), ("all_to_all", 4), ("all_reduce", 4), ("auto", 4)]
+OURS = [
+    ("all_to_all", 1),
+    ("all_to_all", 2),
+    ("all_to_all", 4),
+    ("all_reduce", 4),
+    ("auto", 4),
+    ("symmetric_memory", 1),
+    ("symmetric_memory", 2),
+]
 
 
 SAMPLE = ("hot_rank", "ragged", "repeated", "skipped")  # of the last ones, without `--all-layouts`

@@ -118,12 +118,13 @@ def test_registry():
         pass
 
     names = EPImplementationInterface.names()
-    assert names[:5] == [
+    assert names[:6] == [
         "auto",
         "all_to_all",
         "all_to_all_hierarchical",
         "all_reduce",
         "deepgemm_megamoe",
+        "symmetric_memory",
     ]
     EPImplementationInterface.register("mine", Mine)
     assert EPImplementationInterface.get("mine") is Mine
@@ -142,7 +143,7 @@ def test_registry():
 
 
 def test_an_implementation_is_pickled_and_copied():
-    for name in ("all_to_all", "auto", "all_reduce"):
+    for name in ("all_to_all", "auto", "all_reduce", "symmetric_memory"):
         experts = torch.nn.Linear(8, 8)
         implementation = EPImplementationInterface.get(name)(experts.forward, num_local_experts=2)
         assert copy.deepcopy(implementation).num_local_experts == 2

@@ -14,6 +14,7 @@ ALL = [
     ("all_reduce", 4, 4),
     ("auto", 4, 4),
     ("auto", 8, 2),
+    ("symmetric_memory", 4, 2),
 ]
 
 
@@ -212,12 +213,14 @@ def test_all_reduce_never_asks_the_device():
         ids.tolist()
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks, moe, calls):
+@pytest.mark.parametrize(
+    ("name", "calls"), [("all_to_all", 1), ("all_to_all", 2), ("symmetric_memory", 2)]
+)
+def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks, moe, name, calls):
     """The recomputation routes as the forward did, also in a second backward and a second call."""
 
     def run(rank):
-        case = moe.Case(routing="random")
+        case = moe.Case(name=name, routing="random")
         whole, inputs = moe.whole_inputs(case)
         implementation, _ = moe.build(case, rank, whole)
         hidden, ids, weights, cotangent = inputs[rank // case.tp]

@@ -66,4 +66,9 @@ def symmetric_memory() -> Any:
     return importlib.import_module("torch.distributed._symmetric_memory")
 
 
-__all__ = ["checkpoint_frame", "symmetric_memory", "torchtitan_token_dispatchers", "transformers_expert_parallel"]
+__all__ = [
+    "checkpoint_frame",
+    "symmetric_memory",
+    "torchtitan_token_dispatchers",
+    "transformers_expert_parallel",
+]

@@ -13,8 +13,8 @@ __all__ = ["put_rows"]
 _BLOCK = 1024  # words that a program moves at a time
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _put(  # type: ignore[no-untyped-def]
+@triton.jit
+def _put(
     pointers, rows, place, header, row_count, capacity, width, stride, rank, area,
     HEADER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,13 @@ def _put(  # type: ignore[no-untyped-def]
 
 
 def put_rows(
-    pointers: Tensor, rows: Tensor, place: Tensor, capacity: int, header: Tensor | None, *, rank: int
+    pointers: Tensor,
+    rows: Tensor,
+    place: Tensor,
+    capacity: int,
+    header: Tensor | None,
+    *,
+    rank: int,
 ) -> None:
     """As `ep_dispatch.symmetric_buffers.Buffer.put` says, into the memory that [P] addresses name.
 

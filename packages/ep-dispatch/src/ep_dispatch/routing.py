@@ -148,9 +148,7 @@ def local_routes(top_k_index: Tensor, rank: int, num_local_experts: int) -> tupl
     return ids.masked_fill(foreign, num_local_experts), foreign
 
 
-def owner_places(
-    top_k_index: Tensor, *, experts: int, ranks: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def owner_places(top_k_index: Tensor, *, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where each token's row lies among those for each owner, by shapes that no routing changes.
 
     Args:

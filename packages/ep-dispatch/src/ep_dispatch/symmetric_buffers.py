@@ -175,7 +175,7 @@ def shared_buffer(
             held.buffer = None
         # Written to in every mode, so made in none.
         with torch.inference_mode(False), torch.no_grad():
-            make = _cuda_buffer if device.type == "cuda" else _shared_buffer
+            make = _make_on_cuda if device.type == "cuda" else _make_shared
             buffer = held.buffer = make(group, needed, device)
     buffer.captured |= capturing
     return buffer
@@ -213,7 +213,7 @@ def _one_machine(group: ProcessGroup) -> None:
         )
 
 
-def _shared_buffer(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
+def _make_shared(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
     """Each rank makes a file, all map it, and its name goes before anything is written there."""
     _one_machine(group)
     folder = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
@@ -233,8 +233,7 @@ def _shared_buffer(group: ProcessGroup, words: int, device: torch.device) -> Buf
         _refuse_alike(group, problem)
         try:
             for name in _told(group, path):
-                storage = torch.UntypedStorage.from_file(name, True, words * _WORD)
-                mapped.append(torch.empty(0, dtype=torch.int64).set_(storage))
+                mapped.append(torch.from_file(name, shared=True, size=words, dtype=torch.int64))
         except (OSError, RuntimeError) as error:
             problem = f"the shared memory of another rank cannot be mapped ({error})"
         _refuse_alike(group, problem)
@@ -244,7 +243,7 @@ def _shared_buffer(group: ProcessGroup, words: int, device: torch.device) -> Buf
     return SharedBuffer(mapped, dist.get_rank(group))
 
 
-def _cuda_buffer(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
+def _make_on_cuda(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
     _one_machine(group)
     mine = torch.device("cuda", torch.cuda.current_device())
     problem = None

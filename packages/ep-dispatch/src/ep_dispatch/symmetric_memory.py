@@ -70,11 +70,12 @@ class _Field:
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors [N, *] side by side: [N, W] int64."""
-    parts = []
-    for x in tensors:
-        raw = x.detach().contiguous().view(torch.uint8)
-        parts.append(pad(raw, (0, -raw.shape[1] % _ALIGNMENT)))
-    return torch.cat(parts, dim=1).view(torch.int64)
+    fields = [_Field(x.shape[1], x.dtype) for x in tensors]
+    width = sum(field.size for field in fields) // torch.int64.itemsize
+    words = tensors[0].new_empty((tensors[0].shape[0], width), dtype=torch.int64)
+    for part, x in zip(_unpacked(words, fields), tensors, strict=True):
+        part.copy_(x)
+    return words
 
 
 def _unpacked(words: Tensor, fields: Sequence[_Field]) -> list[Tensor]:
@@ -162,9 +163,7 @@ class _Exchange:
         return places.masked_fill(places >= counts[:, None], -1)
 
     def _move(self, rows: Tensor, place: Tensor, header: Tensor | None) -> Buffer:
-        buffer = shared_buffer(
-            self.group, rows.device, capacity=self.capacity, width=rows.shape[2]
-        )
+        buffer = shared_buffer(self.group, rows.device, capacity=self.capacity, width=rows.shape[2])
         buffer.barrier(self.group)
         buffer.put(rows, place, self.capacity, header)
         buffer.barrier(self.group)
@@ -211,7 +210,12 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, link: Tensor | None, exchange: _Exchange, rows: Tensor, place: Tensor, counts: Tensor
+        ctx: Any,
+        link: Tensor | None,
+        exchange: _Exchange,
+        rows: Tensor,
+        place: Tensor,
+        counts: Tensor,
     ) -> Tensor:
         # All ranks ask for these first in backward: see `ep_dispatch.links._SumLinked`.
         ctx.save_for_backward(place, counts)
@@ -234,7 +238,9 @@ class _Alarm:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.worst = torch.zeros(2, dtype=torch.int64, device=device)  # rows, whether any id was wrong
+        self.worst = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # rows, whether any id was wrong
         self.seen = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         self.copied = torch.cuda.Event() if pinned else None
 
@@ -416,8 +422,7 @@ class SymmetricMemory(EPImplementation):
             )
         own = torch.tensor([[slots, *notice.encode()]], device=device)
         if problem is None:
-            outside = (top_k_index < SKIPPED) | (top_k_index >= self.num_experts)
-            own[0, -1] += outside.any()
+            own[0, -1] += self._outside(top_k_index).any()
         known = own
         if self.ep_group is not None and self.ep_size > 1:
             known = _all_gather(own, self.ep_group, 0, self.ep_size)
@@ -437,14 +442,17 @@ class SymmetricMemory(EPImplementation):
         problem = self._problem(hidden, top_k_index, top_k_weights)
         if problem is None and hidden.shape[0] > self.max_tokens:
             problem = f"got {hidden.shape[0]} tokens with max_tokens={self.max_tokens}; give a larger one."
-        if problem is None and self.ep_size == 1 and self._asks(hidden.device):
-            if ((top_k_index < SKIPPED) | (top_k_index >= self.num_experts)).any():
-                problem = checks.ids_problem(top_k_index, self.num_experts)
+        alone = self.ep_size == 1 and self._asks(hidden.device)
+        if problem is None and alone and self._outside(top_k_index).any():
+            problem = checks.ids_problem(top_k_index, self.num_experts)
         if problem is not None:
             raise ValueError(problem)
         grad = torch.is_grad_enabled()
         needs = GradNeeds(hidden=grad, weights=grad, rows=grad)
         return _Call(top_k_index, self._capacity(self.max_tokens), top_k_index.shape[1], needs)
+
+    def _outside(self, ids: Tensor) -> Tensor:
+        return (ids < SKIPPED) | (ids >= self.num_experts)
 
     def _problem(self, hidden: object, top_k_index: object, top_k_weights: object) -> str | None:
         if problem := checks.inputs_problem(hidden, top_k_index, top_k_weights):
@@ -484,8 +492,8 @@ class SymmetricMemory(EPImplementation):
             return None
         if group not in _alarms:
             _alarms[group] = _Alarm(told.device)
-        most, invalid = told[:, 1].max(), told[:, 2].max()
-        worst = torch.stack([most.masked_fill(most <= call.capacity, 0), invalid])
+        rows, invalid = told[:, 1:3].amax(0).unbind()
+        worst = torch.stack([rows.masked_fill(rows <= call.capacity, 0), invalid])
         _alarms[group].note(worst)
         return (worst > 0).any()
 
