@@ -145,6 +145,40 @@ def test_plan_is_plain_data(ranks, moe):
     ranks.run(run)
 
 
+@pytest.mark.parametrize("phases", [False, True])
+def test_recorded_expert_ids_are_replayed(ranks, moe, phases):
+    """Router replay: another router's choice with this router's weights. Its gradient is that of one
+    process; slots that were not recorded (-1) are left out."""
+
+    def run(rank, case):
+        whole, inputs = moe.whole_inputs(case)
+        implementation, _ = moe.build(case, rank, whole)
+        hidden, recorded, _, cotangent = inputs[rank // case.tp]
+        grads = []
+        for ours in (True, False):
+            torch.manual_seed(3)
+            router = nn.Linear(8, case.experts, dtype=torch.float64)
+            x, ids = hidden.clone().requires_grad_(), recorded.int() if ours else recorded
+            scores = router(x).softmax(-1)
+            assert not torch.equal(scores.topk(case.top_k).indices, recorded)
+            weights = scores.gather(1, ids.long().clamp(min=0))
+            if not ours:
+                out = moe.reference(whole, x, ids, weights)
+            elif phases:
+                received, ticket = implementation.dispatch(x, implementation.prepare(ids, weights))
+                out = implementation.combine(implementation.run_on(received), ticket)
+            else:
+                out = implementation(x, ids, weights)
+            out.backward(cotangent)
+            grads.append([out, x.grad, *(p.grad for p in router.parameters())])
+        for one, other in zip(*grads, strict=True):
+            assert moe.error(one, other) < 1e-12
+
+    for name, tp in (("all_to_all", 2), ("all_reduce", 4)):
+        if name == "all_to_all" or not phases:
+            ranks.run(run, moe.Case(name=name, tp=tp, routing="skipped"))
+
+
 def test_a_plan_with_gradients_serves_twice(ranks, moe):
     """Two dispatches of one plan: the routing weights get the sum of both gradients."""
 

@@ -32,11 +32,13 @@ LEAN = [kind for kind in KINDS if kind != "post norm"]
 Slots = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def grouped_slots(dtype: torch.dtype, seed: int = 0, *, unused: int | None = None) -> Slots:
+def grouped_slots(
+    dtype: torch.dtype, seed: int = 0, *, unused: int | None = None, num_rows: int = ROWS
+) -> Slots:
     """Rows and slots: row 0 goes to every expert, row 1 to none; expert `unused` gets none."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    chosen = torch.rand(ROWS, EXPERTS, generator=generator) < 0.5
+    rows = torch.randn(num_rows, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    chosen = torch.rand(num_rows, EXPERTS, generator=generator) < 0.5
     chosen[0], chosen[1] = True, False
     if unused is not None:
         chosen[:, unused] = False
@@ -396,3 +398,22 @@ def test_compiled_is_the_same(kind: str, dtype: torch.dtype) -> None:
     assert error(out, expected) <= BOUNDS[dtype]
     for name, grad in grads.items():
         assert error(grad, expected_grads[name]) <= 3 * BOUNDS[dtype], name
+
+
+def test_compiled_once_for_all_sizes() -> None:
+    """One graph for the first number of rows and slots, one for any other."""
+    experts = Experts(dtype=torch.bfloat16)
+    forward, graphs = module_experts_forward(experts).grouped, []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+    for num_rows in (5, 9, 17, 2, 40):
+        slots = grouped_slots(torch.bfloat16, num_rows=num_rows)
+        out, _ = gradients(compiled, experts, *slots)
+        expected, _ = gradients(forward, experts, *slots)
+        assert error(out, expected) <= BOUNDS[torch.bfloat16]
+    assert len(graphs) == 2

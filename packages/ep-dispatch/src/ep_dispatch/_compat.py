@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as disable_compile  # torch 2.11 to 2.13
 
 
 def transformers_expert_parallel() -> Any:
@@ -68,6 +69,7 @@ def symmetric_memory() -> Any:
 
 __all__ = [
     "checkpoint_frame",
+    "disable_compile",
     "symmetric_memory",
     "torchtitan_token_dispatchers",
     "transformers_expert_parallel",

@@ -25,6 +25,8 @@ from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
 from .collectives import chunk_bounds, gather_over_group
+from .compiling import as_written
+from .host import on_host
 from .implementation import EPImplementation, ExpertsForward, add_shared
 from .journey import Journey, Legs
 from .links import (
@@ -134,6 +136,7 @@ class AllToAll(EPImplementation):
             return 1
         return 2 if dist.get_backend(self.ep_group) == "nccl" else 1
 
+    @as_written
     def forward(
         self,
         hidden_states: Tensor,
@@ -257,6 +260,7 @@ class AllToAll(EPImplementation):
             outputs.append(out)
         return link, outputs
 
+    @as_written
     def prepare(
         self, top_k_index: Tensor, top_k_weights: Tensor, *, hidden_states: Tensor | None = None
     ) -> DispatchPlan:
@@ -280,6 +284,7 @@ class AllToAll(EPImplementation):
         chunked, weights, link = self._prepare(1, None, top_k_index, top_k_weights, hidden_states)
         return DispatchPlan(**vars(chunked.chunks[0]), weights=weights[0], link=link)
 
+    @as_written
     def dispatch(self, hidden_states: Tensor, plan: DispatchPlan) -> tuple[ReceivedRows, Ticket]:
         """Send the tokens [T, H] to the ranks of their experts.
 
@@ -295,6 +300,7 @@ class AllToAll(EPImplementation):
         """
         return self.start_dispatch(hidden_states, plan).wait()
 
+    @as_written
     def start_dispatch(
         self, hidden_states: Tensor, plan: DispatchPlan
     ) -> Pending[tuple[ReceivedRows, Ticket]]:
@@ -345,6 +351,7 @@ class AllToAll(EPImplementation):
         ids, weights = received.expert_ids[:, None], received.weights[:, None]
         return received.sum(self.run_experts(received.by_expert(), ids, weights))
 
+    @as_written
     def combine(self, rows: Tensor, ticket: Ticket) -> Tensor:
         """Bring the experts' outputs back and sum them per token.
 
@@ -363,6 +370,7 @@ class AllToAll(EPImplementation):
         """
         return self.start_combine(rows, ticket).wait()
 
+    @as_written
     def start_combine(self, rows: Tensor, ticket: Ticket) -> Pending[Tensor]:
         """As `combine`, but come back while the rows travel; `start_dispatch` tells the rest.
 
@@ -567,7 +575,7 @@ class AllToAll(EPImplementation):
         most = torch.tensor(rows * self.ep_size + self.ep_rank, device=device)
         with self.phase("counts"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
-            rows, rank = divmod(int(most.item()), self.ep_size)
+            rows, rank = divmod(on_host(most), self.ep_size)
         return rank, rows
 
     def _warn_of_rounds(self, rank: int, rows: int, rounds: int) -> None:

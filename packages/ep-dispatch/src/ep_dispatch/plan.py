@@ -7,7 +7,6 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -175,9 +174,13 @@ class ReceivedRows:
         """
         return sum_rows(outputs, self.row_of_slot, *self._slots_by_row)
 
-    @cached_property
+    @property
     def _slots_by_row(self) -> tuple[Tensor, Tensor]:
-        return transpose_index(self.row_of_slot, self.rows.shape[0])
+        # Kept by hand: `cached_property` takes a lock in Python 3.11, which torch.compile can't trace.
+        kept: dict[str, tuple[Tensor, Tensor]] = vars(self)
+        if "_by_row" not in kept:
+            kept["_by_row"] = transpose_index(self.row_of_slot, self.rows.shape[0])
+        return kept["_by_row"]
 
 
 @dataclass(frozen=True, eq=False)

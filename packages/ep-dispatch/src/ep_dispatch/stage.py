@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from .agreement import Notice
 from .collectives import _all_to_all, group_size
 from .exchange import RowExchange, SlotExchange
+from .host import on_device, on_host
 from .phase import Phase
 from .plan import Hop, SlotHop
 from .routing import SendOrder, expert_major_order
@@ -82,14 +83,14 @@ class Stage:
             columns = table[:, chunk * each : (chunk + 1) * each]
             columns[:, :-1] = order.counts.view(self.size, -1)
             columns[:, -1] = order.rows_per_owner
-        table[:, chunks * each :] = table.new_tensor(told)
+        table[:, chunks * each :] = on_device(told, table.device)
         for order in orders:
             table[:, -1] += order.invalid  # only the first stage has ids that may be
         arrived = table
         if self.group is not None and self.size > 1:
             one = [1] * self.size
             arrived = _all_to_all(table, self.group, one, one)
-        sent, received = torch.stack([table, arrived]).tolist()  # the host synchronization
+        sent, received = on_host(torch.stack([table, arrived]))
         notices = [
             Notice.decode(row[at : at + Notice.LENGTH])
             for row in received

@@ -28,6 +28,7 @@ from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
 from .collectives import _all_gather, chunk_bounds, gather_over_group
+from .host import on_host
 from .implementation import EPImplementation, ExpertsForward
 from .links import GradNeeds, _facts, _filled, join_parameters, new_link, split_linked
 from .routing import SKIPPED, local_routes, owner_places
@@ -426,7 +427,7 @@ class SymmetricMemory(EPImplementation):
         known = own
         if self.ep_group is not None and self.ep_size > 1:
             known = _all_gather(own, self.ep_group, 0, self.ep_size)
-        told = known.tolist()  # the host synchronization
+        told = on_host(known)
         notices = [Notice.decode(numbers[1:]) for numbers in told]
         if problem is not None:
             raise ValueError(problem)
