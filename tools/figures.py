@@ -19,6 +19,18 @@ Figure = Callable[[], dict[str, Any]]
 FIGURES: dict[str, Figure] = {}
 PLAIN = ("layouts_checked", "rank_pool", "load_cost")
 """Figures that compare nothing."""
+TOLD = (
+    "exchange_alone",
+    "bytes_ratio",
+    "seconds",
+    "milliseconds",
+    "kib_per_token",
+    "activation_ratio",
+    "activation_MB",
+    "rss_ratio",
+    "rss_MB",
+)
+"""What the page tells of a figure beside its value."""
 TABLE = "| figure | value | against | conditions | measured |\n| --- | --- | --- | --- | --- |\n"
 
 
@@ -264,25 +276,57 @@ def torchtitan_exchange_speedup() -> dict[str, Any]:
     )
 
 
+@figure
+def wire_error() -> dict[str, Any]:
+    """The error that narrower rows on the wire cost: the worst row's, of the output and of its gradient."""
+    import moe_layer
+    import torch
+
+    sizes = moe_layer.Sizes(256, 128, 32, 4, 64, torch.float64)
+    found = on_ranks(moe_layer.wire_errors, sizes)
+    errors = {key: [max(one[key][i] for one in found) for i in range(2)] for key in found[0]}
+    return {
+        "value": errors["bfloat16, uniform"][0],
+        "unit": "relative error",
+        "reference": "the same layer with rows in float64",
+        "conditions": f"bfloat16 wire, output, uniform rows; {sizes}; ep=8; 8 gloo ranks",
+        "errors": {key: [float(f"{x:.2g}") for x in pair] for key, pair in errors.items()},
+    }
+
+
 def _step_figure(layout: str) -> Figure:
     def step_speedup() -> dict[str, Any]:
-        """A training step of a small Qwen3-MoE: seconds of native transformers over ours."""
+        """A training step of a small Qwen3-MoE: native transformers' seconds over ours, and memory."""
         import tempfile
 
         import moe_step
 
+        sizes = moe_step.LAYOUTS[layout]
         with tempfile.TemporaryDirectory() as folder:
             moe_step.write_checkpoint(Path(folder))
-            seconds = on_ranks(moe_step.step_seconds, folder, moe_step.LAYOUTS[layout])[0]
-        best = [
-            min(value for name, value in seconds.items() if name.startswith(who))
-            for who in ("native", "ours")
-        ]
+            seconds = on_ranks(moe_step.step_seconds, folder, sizes)[0]
+            best = {
+                who: min(
+                    (name for name in seconds if name.startswith(who)), key=seconds.__getitem__
+                )
+                for who in ("native", "ours")
+            }
+            memory = {}  # of the fastest of each, in processes of their own
+            for who, name in best.items():
+                ep = int(name.removeprefix(f"{who} ep="))
+                found = on_ranks(moe_step.step_memory, folder, sizes, ep, who == "ours")
+                memory[who] = list(zip(*found, strict=True))
+        kept = {who: sum(found[0]) for who, found in memory.items()}
+        peak = {who: max(found[1]) for who, found in memory.items()}
         return ratio(
-            best[0] / best[1],
+            seconds[best["native"]] / seconds[best["ours"]],
             "native transformers, its best implementation",
             f"{layout}: hidden 512, 64 experts of 256, top-8, 2 layers, 2 x 512 tokens per data rank",
             seconds={name: round(value, 3) for name, value in seconds.items()},
+            activation_ratio=kept["ours"] / kept["native"],
+            activation_MB=[round(kept[who] / 8e6, 1) for who in best],
+            rss_ratio=peak["ours"] / peak["native"],
+            rss_MB=[round(peak[who] / 1e6) for who in best],
         )
 
     return step_speedup
@@ -307,11 +351,7 @@ def write_page(found: list[dict[str, Any]]) -> None:
     rows = {row.split("`")[1]: row for row in rest.splitlines() if row.startswith("| `")}
     for figure in found:
         value, conditions = figure["value"], figure["conditions"]
-        more = {
-            k: v
-            for k, v in figure.items()
-            if k in ("exchange_alone", "bytes_ratio", "seconds", "milliseconds", "kib_per_token")
-        }
+        more = {k: v for k, v in figure.items() if k in TOLD}
         told = "; ".join([figure["reference"], *(f"{k}: {v}" for k, v in more.items())])
         date = time.strftime("%Y-%m-%d")
         rows[figure["name"]] = f"| `{figure['name']}` | {value} | {told} | {conditions} | {date} |"

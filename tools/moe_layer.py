@@ -273,3 +273,42 @@ def decode_times(rank: int, sizes: Sizes, tokens: int, repeats: int = 30) -> lis
             for f in (AllReduceEP(experts, ep_mesh, ep_mesh), ours)
         ]
         return timed(rank, work, repeats)
+
+
+def wire_errors(rank: int, sizes: Sizes) -> dict[str, list[float]]:
+    """By `wire_dtype` and kind of rows: the largest error of an output row and of a gradient row.
+
+    Relative to the row's norm, against the same layer with nothing cast on the way; `sizes` in float64.
+    """
+    from ep_dispatch import AllToAll
+    from ep_dispatch.wire import WIRE_DTYPES
+    from ep_kernels import module_experts_forward
+
+    torch.manual_seed(rank)
+    experts = experts_module(sizes, RANKS)
+    forward, group = module_experts_forward(experts), meshes(RANKS)[0].get_group()
+    hidden, ids, weights, cotangent = inputs(rank, sizes)
+    outliers = torch.ones(sizes.hidden, dtype=sizes.dtype)
+    outliers[:: sizes.hidden // 2] = 100  # two channels, as large models have them
+    found = {}
+    for kind, scale in (("uniform", 1.0), ("outliers", outliers)):
+        results = []
+        for wire in (None, *WIRE_DTYPES):
+            layer = AllToAll(
+                forward,
+                num_local_experts=sizes.experts // RANKS,
+                ep_group=group,
+                experts=experts,
+                wire_dtype=wire,
+            )
+            x = (hidden.detach() * scale).requires_grad_()
+            out = layer(x, ids, weights.detach())
+            (gradient,) = torch.autograd.grad(out, x, cotangent * scale)
+            results.append((out.detach(), gradient))
+        exact = results[0]
+        for wire, got in zip(WIRE_DTYPES, results[1:], strict=True):
+            found[f"{str(wire).removeprefix('torch.')}, {kind}"] = [
+                float(((one - other).norm(dim=1) / other.norm(dim=1)).max())
+                for one, other in zip(got, exact, strict=True)
+            ]
+    return found

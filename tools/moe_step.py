@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 BATCH, LENGTH, VOCABULARY = 2, 512, 1024
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -19,7 +20,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2_fsdp4": {"tp_size": 2, "fsdp_size": 4},
     "fsdp8": {"fsdp_size": 8},
 }
-Step = Callable[[], None]
+
+
+class Run(NamedTuple):
+    """A sharded model with its batch: a forward to the loss; and a step of forward, backward, AdamW."""
+
+    model: torch.nn.Module
+    loss: Callable[[], Tensor]
+    step: Callable[[], None]
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -47,8 +55,8 @@ def ep_sizes(layout: dict[str, int]) -> list[int]:
     return sorted({layout.get("tp_size", 1), 8} - {1})
 
 
-def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> tuple[Any, Step]:
-    """The sharded model, and a function that does a step: forward, backward, AdamW."""
+def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> Run:
+    """Ours or the native one."""
     from transformers import AutoModelForCausalLM as Native
     from transformers.distributed import DistributedConfig as NativeConfig
 
@@ -76,23 +84,27 @@ def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> tuple[
     generator = torch.Generator().manual_seed(batch)
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
 
+    def loss() -> Tensor:
+        out: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return out
+
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step
+    return Run(model, loss, step)
 
 
 def step_seconds(
     rank: int, folder: str, layout: dict[str, int], repeats: int = 5
 ) -> dict[str, float]:
     """Median seconds of a step, in turns, for each implementation and EP size."""
-    steps: dict[str, Step] = {}
+    steps: dict[str, Callable[[], None]] = {}
     for ep in ep_sizes(layout):
         for ours in (False, True):
             name = f"{'ours' if ours else 'native'} ep={ep}"
-            steps[name] = build(folder, layout, ep, ours=ours)[1]
+            steps[name] = build(folder, layout, ep, ours=ours).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
@@ -104,3 +116,47 @@ def step_seconds(
                 times[name].append(time.perf_counter() - start)
     gc.collect()
     return {name: median(found) for name, found in times.items()}
+
+
+def step_memory(rank: int, folder: str, layout: dict[str, int], ep: int, ours: bool) -> list[int]:
+    """Bytes that a forward keeps for backward, and the most memory that the rank's process ever held.
+
+    That of loading and of the libraries included: one implementation in a process.
+    """
+    run = build(folder, layout, ep, ours=ours)
+    run.step()
+    kept = kept_bytes(run)
+    run.step()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return [kept, 1024 * int(peak)]
+
+
+def kept_bytes(run: Run) -> int:
+    """Bytes of the storages that autograd holds after a forward; those of parameters do not count.
+
+    Not those that FSDP2 has gathered either, which it puts in place of a module's parameters.
+    """
+    parameters: set[int] = set()
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def see(module: torch.nn.Module, _: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            local = getattr(parameter, "to_local", lambda p=parameter: p)()
+            parameters.add(local.untyped_storage().data_ptr())
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    hooks = [module.register_forward_pre_hook(see) for module in run.model.modules()]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = run.loss()
+    for hook in hooks:
+        hook.remove()
+    total = sum(storage.nbytes() for storage in kept.values())  # 0 where FSDP2 freed it
+    loss.backward()
+    run.model.zero_grad()
+    return total
