@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .experts import experts_forward
-from .grouped import Choice, choose_backend
+from .grouped import BackendRequest, Choice, choose_backend
 from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
 from .spec import ExpertsSpec, ExpertsWeights, why_not
 
 __all__ = [
+    "BackendRequest",
     "Choice",
     "ExpertsSpec",
     "ExpertsWeights",

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from .activation import try_activation
-from .grouped import choose_backend, counts_of, expert_of_slot, grouped_mm, loop_mm
+from .deep_gemm import DeepGemmProducts
+from .grouped import (
+    BackendRequest,
+    choose_backend,
+    counts_of,
+    deep_gemm_mm,
+    expert_of_slot,
+    grouped_mm,
+    loop_mm,
+)
 from .local import touch
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
@@ -28,6 +37,7 @@ def experts_forward(
     row_weights: Tensor | None = None,
     *,
     num_used: int | None = None,
+    backend: BackendRequest = "auto",
 ) -> Tensor:
     """Run each expert on its rows and scale the results by their routing weights.
 
@@ -39,12 +49,13 @@ def experts_forward(
             expert: they come out as zeros, and get zero gradients, whatever they hold.
         row_weights: [R], the routing weight of each row, or None for ones.
         num_used: the last offset, where the host knows it: the rest is then cut off, not masked.
+        backend: who computes the products; `auto` is what `choose_backend` finds best.
 
     Returns:
         [R, H], of the dtype of the products or, with `row_weights`, of the wider of the two.
 
     Raises:
-        ValueError: if shapes don't fit together.
+        ValueError: if shapes don't fit together, or if `backend` cannot compute them.
 
     Costs one host synchronization if the backend is the loop (`choose_backend`), else none. Plain
     autograd: the rows, the first projection and what the activation saves are kept for backward.
@@ -52,7 +63,8 @@ def experts_forward(
     _check(spec, weights, rows, offsets, row_weights)
     dtype = compute_dtype(weights.up)
     weights = ExpertsWeights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
-    choice = choose_backend(rows.device, dtype, *weights.up.shape[1:], *weights.down.shape[1:])
+    sizes = (*weights.up.shape[1:], *weights.down.shape[1:])
+    choice = choose_backend(rows.device, dtype, *sizes, backend=backend)
     counts: list[int] = []
     if choice.backend == "loop":
         counts = counts_of(offsets, rows.shape[0])
@@ -75,6 +87,9 @@ def experts_forward(
     product: Product
     if choice.backend == "loop":
         product = functools.partial(loop_mm, counts=counts)
+    elif choice.backend == "deep_gemm":
+        products = DeepGemmProducts(offsets, rows.shape[0])
+        product = functools.partial(deep_gemm_mm, products=products)
     else:
         product = functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
     out = _mlp(spec, weights, rows.to(dtype), offsets, product, past)

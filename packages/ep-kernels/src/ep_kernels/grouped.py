@@ -5,15 +5,19 @@ Shape letters: E experts held here, R rows, S slots, A and B sizes of one produc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Backend = Literal["grouped_mm", "loop"]
+from . import deep_gemm
+
+Backend = Literal["grouped_mm", "loop", "deep_gemm"]
+BackendRequest = Literal["auto", Backend]
 
 # torch.nn.functional.grouped_mm takes these, on CPU and CUDA (torch 2.11 to 2.13).
 _GROUPED_MM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,29 +31,71 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, *sizes: int) -> Choice:
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, *sizes: int, backend: BackendRequest = "auto"
+) -> Choice:
     """Who computes products of `dtype` on `device` whose inner and outer sizes are `sizes`.
 
-    `grouped_mm` (torch's) on CUDA wherever it works: it needs no host synchronization. Else `loop`,
-    one product per expert, which works for all and reads the offsets on the host. On a CPU that
-    costs nothing, and the loop is as fast as grouped_mm, for weight gradients of many experts two
-    to four times as fast; while torch.compile traces bfloat16, grouped_mm keeps the graph whole.
+    `auto` is `grouped_mm` (torch's) on CUDA wherever it works: it needs no host synchronization.
+    Else `loop`, one product per expert, which works for all and reads the offsets on the host. On a
+    CPU that costs nothing, and the loop is as fast as grouped_mm, for weight gradients of many
+    experts two to four times as fast; while torch.compile traces bfloat16, grouped_mm keeps the
+    graph whole. `deep_gemm` is taken when asked for only: it compiles its kernels when they first
+    run, with a CUDA toolkit, and pads each expert's rows.
+
+    Raises:
+        ValueError: the backend that is asked for is unknown or cannot compute this; it says why.
     """
+    if backend != "auto":
+        check_backend(backend)
+        if refusal := _REFUSALS[backend](device, dtype, sizes):
+            raise ValueError(_refused(backend, refusal))
+        return Choice(backend, "it was asked for")
     if _offsets_are_at_hand(device):
         return Choice("loop", f"one product per expert is the fastest way for {dtype} on a CPU")
-    if device.type not in ("cpu", "cuda"):
-        return Choice("loop", f"torch's grouped_mm has no kernel for {device.type}")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return Choice("loop", "torch's grouped_mm needs a GPU of compute capability 8.0 or newer")
-    if dtype not in _GROUPED_MM_DTYPES:
-        return Choice("loop", f"torch's grouped_mm does not take {dtype}")
-    if torch.compiler.is_compiling() and dtype is not torch.bfloat16:
-        return Choice("loop", "torch.compile knows torch's grouped_mm in bfloat16 only")
-    odd = [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]
-    if odd:
-        step = _ALIGNMENT // dtype.itemsize
-        return Choice("loop", f"torch's grouped_mm needs sizes that are multiples of {step}: {odd}")
+    if refusal := _grouped_mm_refusal(device, dtype, sizes):
+        return Choice("loop", refusal)
     return Choice("grouped_mm", "torch's grouped_mm takes this device, dtype and sizes")
+
+
+def check_backend(backend: BackendRequest, device: torch.device | None = None) -> None:
+    """Raise a ValueError if there is no such backend, or if it can't run on `device`."""
+    if backend not in get_args(Backend) and backend != "auto":
+        known = ", ".join(("auto", *get_args(Backend)))
+        raise ValueError(f"backend={backend!r} is unknown; known are {known}.")
+    if device is None or backend != "deep_gemm":
+        return
+    if refusal := deep_gemm.place_problem(device):
+        raise ValueError(_refused(backend, refusal))
+
+
+def _refused(backend: Backend, refusal: str) -> str:
+    return f'backend="{backend}" cannot compute these experts: {refusal}. Use backend="auto".'
+
+
+def _grouped_mm_refusal(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[int]
+) -> str | None:
+    if device.type not in ("cpu", "cuda"):
+        return f"torch's grouped_mm has no kernel for {device.type}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch's grouped_mm needs a GPU of compute capability 8.0 or newer"
+    if dtype not in _GROUPED_MM_DTYPES:
+        return f"torch's grouped_mm does not take {dtype}"
+    if torch.compiler.is_compiling() and dtype is not torch.bfloat16:
+        return "torch.compile knows torch's grouped_mm in bfloat16 only"
+    if odd := [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]:
+        step = _ALIGNMENT // dtype.itemsize
+        return f"torch's grouped_mm needs sizes that are multiples of {step}: {odd}"
+    return None
+
+
+# What each backend says to products that it can't compute; None to others.
+_REFUSALS: dict[Backend, Callable[[torch.device, torch.dtype, Sequence[int]], str | None]] = {
+    "grouped_mm": _grouped_mm_refusal,
+    "loop": lambda *_: None,
+    "deep_gemm": deep_gemm.problem,
+}
 
 
 def _offsets_are_at_hand(device: torch.device) -> bool:
@@ -79,18 +125,18 @@ def grouped_mm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     return contiguous
 
 
-class _LoopMM(torch.autograd.Function):
+class _ProductsMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, products: Products) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.counts = counts
-        return _LoopProducts(counts).rows(rows, weight)
+        ctx.products = products
+        return products.rows(rows, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, weight = ctx.saved_tensors
-        products, grad = _LoopProducts(ctx.counts), grads[0].contiguous()
+        products, grad = ctx.products, grads[0].contiguous()
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             rows_grad = products.rows(grad, weight.mT)
@@ -103,7 +149,13 @@ class _LoopMM(torch.autograd.Function):
 
 def loop_mm(rows: Tensor, weight: Tensor, *, counts: list[int]) -> Tensor:
     """As `grouped_mm`, one product per expert that has rows; `counts` sums to R."""
-    out: Tensor = _LoopMM.apply(rows, weight, counts)
+    out: Tensor = _ProductsMM.apply(rows, weight, _LoopProducts(counts))
+    return out
+
+
+def deep_gemm_mm(rows: Tensor, weight: Tensor, *, products: deep_gemm.DeepGemmProducts) -> Tensor:
+    """As `grouped_mm`, by DeepGEMM."""
+    out: Tensor = _ProductsMM.apply(rows, weight, products)
     return out
 
 
@@ -220,10 +272,19 @@ def _copied(rows: Tensor | Taken) -> Tensor:
     return rows.copied() if isinstance(rows, Taken) else rows
 
 
-def choose_products(offsets: Tensor, num_slots: int, dtype: torch.dtype, *sizes: int) -> Products:
+def choose_products(
+    offsets: Tensor,
+    num_slots: int,
+    dtype: torch.dtype,
+    *sizes: int,
+    backend: BackendRequest = "auto",
+) -> Products:
     """The products of `num_slots` slots, by the backend of `choose_backend`."""
-    if choose_backend(offsets.device, dtype, *sizes).backend == "grouped_mm":
+    chosen = choose_backend(offsets.device, dtype, *sizes, backend=backend).backend
+    if chosen == "grouped_mm":
         return _GroupedProducts(offsets)
+    if chosen == "deep_gemm":
+        return deep_gemm.DeepGemmProducts(offsets, num_slots)
     counts = counts_of(offsets, num_slots)
     if sum(counts) != num_slots:
         raise ValueError(

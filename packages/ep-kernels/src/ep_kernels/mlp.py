@@ -27,7 +27,7 @@ from .activation import (
     scaled_activation_backward,
     try_activation,
 )
-from .grouped import Products, Taken, choose_products, expert_of_slot
+from .grouped import BackendRequest, Products, Taken, choose_products, expert_of_slot
 from .local import touch
 from .rows import accumulation_dtype, segment_sums, slots_by_row
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
@@ -73,6 +73,7 @@ def experts_mlp(
     offsets: Tensor,
     recompute: Recompute = "none",
     copies: bool = True,
+    backend: BackendRequest = "auto",
 ) -> Tensor:
     """For every row, the sum over its slots of weight times the slot's expert on the row.
 
@@ -86,14 +87,17 @@ def experts_mlp(
         offsets: [E], integer: the end of each expert's slots; the last one is S.
         recompute: "gate_up" also computes the first projection again in backward.
         copies: whether the activation is given copies, as one that works in place needs.
+        backend: who computes the products; `auto` is what `choose_backend` finds best.
 
     Returns:
         [R, H] of the dtype of the rows, summed in float32 or wider. A row without slots is zero.
 
     Raises:
-        ValueError: if the offsets fall or don't end at S, where the host knows them.
+        ValueError: if the offsets fall or don't end at S, where the host knows them; if `backend`
+            cannot compute the products.
 
-    Costs no host synchronization, except by the backend "loop" on a GPU. Saves for backward:
+    Costs no host synchronization, except by the backend "loop" on a GPU and by "deep_gemm" in
+    backward (one). Saves for backward:
         rows [R, H], as received: the gradient of the first weight (only if wanted);
         the first projection [S, U]: the activation and its gradient (unless recomputed);
         weights [S]: both factors of the product need the other;
@@ -108,7 +112,7 @@ def experts_mlp(
     sizes = (*parameters.up.shape[1:], *parameters.down.shape[1:])
     plan = _Plan(
         spec=spec,
-        products=choose_products(offsets, row_of_slot.shape[0], dtype, *sizes),
+        products=choose_products(offsets, row_of_slot.shape[0], dtype, *sizes, backend=backend),
         dtype=dtype,
         recomputes=recompute == "gate_up",
         copies=copies,

@@ -6,17 +6,19 @@ Shape letters: H hidden size, E experts held here, R rows, J slots of a row, S v
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from .deep_gemm import place_problem
 from .experts import experts_forward
-from .grouped import expert_of_slot
+from .fp8 import fp8_mlp, fp8_problem, holds_fp8, read_fp8_weights
+from .grouped import BackendRequest, check_backend, expert_of_slot
 from .local import local_parameters, touch
 from .mlp import Recompute, choose_way, experts_mlp
 from .rows import sum_rows, take_rows
-from .spec import ExpertsSpec, ExpertsWeights
+from .spec import ExpertsSpec, ExpertsWeights, why_not
 
 ModuleForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,7 +58,9 @@ class RoutedExperts(Protocol):
         """
 
 
-def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none") -> RoutedExperts:
+def module_experts_forward(
+    experts: nn.Module, *, recompute: Recompute = "none", backend: BackendRequest = "auto"
+) -> RoutedExperts:
     """The experts of a module as a function of routed rows.
 
     Call it before the module's `forward` is replaced: for a module that `ExpertsSpec.from_module`
@@ -66,6 +70,10 @@ def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none")
         experts: the module.
         recompute: "gate_up" keeps nothing for backward but what was received: the first projection
             is computed again there, for gated experts two ninths more to multiply.
+        backend: who computes the products. "auto" is what `choose_backend` finds best at each call,
+            and a module's own forward for one that is not understood. What any other backend can't
+            compute is an error. "deep_gemm" also takes experts stored in FP8 (float8_e4m3fn, with
+            a `_scale_inv` per 128 x 128 weights), for inference: there is no backward for them.
 
     Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
     and does not recompute, is the way of: experts with a norm after them, activations with
@@ -73,38 +81,48 @@ def module_experts_forward(experts: nn.Module, *, recompute: Recompute = "none")
     the host does not know how many slots are valid. A module's own forward saves what it will.
 
     Raises:
-        ValueError: an unknown `recompute`.
+        ValueError: an unknown `recompute` or `backend`; a backend that can't compute these experts
+            or run here. What a call adds to that (dtypes, torch.compile) is told by the call.
     """
     if recompute not in get_args(Recompute):
         raise ValueError(
             f"recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
         )
+    device = next((parameter.device for parameter in experts.parameters()), None)
+    check_backend(backend, device)
+    if backend == "deep_gemm" and holds_fp8(experts):
+        if refusal := fp8_problem(experts):
+            raise ValueError(f'backend="deep_gemm" cannot compute FP8 experts: {refusal}.')
+        return _FP8Experts(experts)
     spec = ExpertsSpec.from_module(experts)
-    if spec is None:
-        return compacted_forward(experts.forward, lambda: _num_experts(experts), experts)
-    return _ModuleExperts(experts, spec, recompute)
+    if spec is not None:
+        return _ModuleExperts(experts, spec, recompute, backend)
+    if backend != "auto":
+        raise ValueError(
+            f"backend={backend!r} is for experts that are understood; {why_not(experts)}. "
+            'Use backend="auto", which calls their own forward.'
+        )
+    return compacted_forward(experts.forward, lambda: _num_experts(experts), experts)
 
 
 class _ModuleExperts:
     """Experts that are understood, computed by what is in this package."""
 
-    def __init__(self, experts: nn.Module, spec: ExpertsSpec, recompute: Recompute) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        spec: ExpertsSpec,
+        recompute: Recompute,
+        backend: BackendRequest,
+    ) -> None:
         self._experts, self._spec, self._recompute = experts, spec, recompute
+        self._backend: BackendRequest = backend
 
     def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         parameters = self._spec.read_weights(self._experts)
-        check_routing(rows, local_expert_ids, weights)
-        _check_ids(local_expert_ids, parameters.num_experts)
-        slots = local_expert_ids.shape[1]
-        ids, order = local_expert_ids.reshape(-1).sort(stable=True)
-        every = torch.arange(parameters.num_experts, device=ids.device)
-        offsets = torch.searchsorted(ids, every, right=True)
-        num_used = int(offsets[-1]) if _compacts(rows, slots) else None
-        order = order[:num_used]
-        row_of_slot = order if slots == 1 else order // slots
-        sorted_weights = weights.reshape(-1, 1).index_select(0, order)[:, 0]
-        compute = self._plain if num_used is None else self._compute
-        return compute(parameters, rows, row_of_slot, sorted_weights, offsets, num_used)
+        slots = _sorted_slots(rows, local_expert_ids, weights, parameters.num_experts)
+        compute = self._plain if slots.num_used is None else self._compute
+        return compute(parameters, rows, *slots)
 
     def grouped(
         self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
@@ -135,6 +153,7 @@ class _ModuleExperts:
             offsets,
             self._recompute,
             way.copies,
+            self._backend,
         )
 
     def _plain(
@@ -147,8 +166,46 @@ class _ModuleExperts:
         num_used: int | None,
     ) -> Tensor:
         taken = take_rows(rows, row_of_slot)
-        out = experts_forward(self._spec, parameters, taken, offsets, weights, num_used=num_used)
+        out = experts_forward(
+            self._spec,
+            parameters,
+            taken,
+            offsets,
+            weights,
+            num_used=num_used,
+            backend=self._backend,
+        )
         return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)
+
+
+class _FP8Experts:
+    """Experts stored in FP8, computed by DeepGEMM."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
+        num_experts = read_fp8_weights(self._experts).up.shape[0]
+        row_of_slot, weights, offsets, _ = _sorted_slots(
+            rows, local_expert_ids, weights, num_experts
+        )
+        return self.grouped(rows, row_of_slot, weights, offsets)
+
+    def grouped(
+        self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+    ) -> Tensor:
+        parameters = read_fp8_weights(self._experts)
+        check_slots(rows, row_of_slot, weights, offsets, parameters.up.shape[0])
+        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+            raise RuntimeError(
+                "experts stored in FP8 have no backward; call them under torch.no_grad() or "
+                "torch.inference_mode(), or load them dequantized to train them."
+            )
+        if refusal := fp8_problem(self._experts) or place_problem(rows.device):
+            raise ValueError(f'backend="deep_gemm" cannot compute FP8 experts: {refusal}.')
+        name = "_apply_gate" if getattr(self._experts, "has_gate", True) else "act_fn"
+        activate: Callable[[Tensor], Tensor] = getattr(self._experts, name)
+        return fp8_mlp(parameters, activate, rows, row_of_slot, weights, offsets)
 
 
 def compacted_forward(
@@ -212,6 +269,38 @@ class _CompactedExperts:
             return touch(torch.zeros_like(rows), rows, weights)
         out = self._forward(take_rows(rows, row_of_slot), ids[:, None], weights[:, None])
         return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)
+
+
+class _Slots(NamedTuple):
+    """The slots of routed rows, grouped by expert; skipped ones last, or left out.
+
+    Attributes:
+        row_of_slot: [S] int64.
+        weights: [S].
+        offsets: [E] int64: the end of each expert's slots.
+        num_used: the last offset, where the host knows it: skipped slots are left out then.
+    """
+
+    row_of_slot: Tensor
+    weights: Tensor
+    offsets: Tensor
+    num_used: int | None
+
+
+def _sorted_slots(
+    rows: Tensor, local_expert_ids: Tensor, weights: Tensor, num_experts: int
+) -> _Slots:
+    check_routing(rows, local_expert_ids, weights)
+    _check_ids(local_expert_ids, num_experts)
+    slots = local_expert_ids.shape[1]
+    ids, order = local_expert_ids.reshape(-1).sort(stable=True)
+    every = torch.arange(num_experts, device=ids.device)
+    offsets = torch.searchsorted(ids, every, right=True)
+    num_used = int(offsets[-1]) if _compacts(rows, slots) else None
+    order = order[:num_used]
+    row_of_slot = order if slots == 1 else order // slots
+    sorted_weights = weights.reshape(-1, 1).index_select(0, order)[:, 0]
+    return _Slots(row_of_slot, sorted_weights, offsets, num_used)
 
 
 def _check_ids(ids: Tensor, skip: int) -> None:
