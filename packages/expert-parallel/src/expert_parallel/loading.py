@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from ep_kernels import Recompute
+from ep_kernels import BackendRequest, Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import check_ep_options, check_stages
 from expert_parallel import _compat
@@ -35,6 +35,8 @@ from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
 from expert_parallel.shards import box_of, home_of, replacement
 
 _READING = "Loading the checkpoint"
+# Implementations of experts that are a backend of ep_kernels; transformers has none of that name.
+_BACKENDS: dict[str, BackendRequest] = {"deep_gemm": "deep_gemm"}
 _REPORT = "_expert_parallel_load_report"
 
 
@@ -69,6 +71,9 @@ def load(
                 f"{name}={kwargs[name]!r} can't be combined with distributed_config, which decides "
                 f"where everything goes. Leave {name} out."
             )
+    backend: BackendRequest = "auto"
+    if experts_implementation in _BACKENDS and config.ep_implementation != "deepgemm_megamoe":
+        backend, experts_implementation = _BACKENDS[experts_implementation], None
     if experts_implementation is not None:
         config, experts_implementation = _select_implementation(config, experts_implementation)
     if experts_implementation is not None:
@@ -85,6 +90,7 @@ def load(
         own_experts=experts_implementation is None,
         recompute=experts_recompute,
         ep_options=ep_options,
+        backend=backend,
     )
     try:
         with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
@@ -173,12 +179,14 @@ class _Loader:
         own_experts: bool,
         recompute: Recompute,
         ep_options: Mapping[str, Any] | None,
+        backend: BackendRequest,
     ) -> None:
         self.config = config
         self.experts: Any = {
             "own_experts": own_experts,
             "recompute": recompute,
             "ep_options": ep_options,
+            "backend": backend,
         }
         self.mesh = ParallelMesh(config.layout)
         self.device = self.mesh.device

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import ep_plans
 from ep_dispatch import ExpertsForward
-from ep_kernels import Recompute, compacted_forward, module_experts_forward
+from ep_kernels import BackendRequest, Recompute, compacted_forward, module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
 from expert_parallel.generation import generate
@@ -38,6 +38,7 @@ def parallelize(
     *,
     experts_recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
+    experts_backend: BackendRequest = "auto",
 ) -> ModelT:
     """Shard `model` in place over the running processes; every rank must call.
 
@@ -55,6 +56,8 @@ def parallelize(
         ep_options: further settings of the `ep_implementation`, the same on all ranks. Those of
             "all_to_all" (and "auto", for the calls that it runs): `num_chunks`, `max_rows`,
             `wire_dtype`, see `ep_dispatch.AllToAll`.
+        experts_backend: who computes the experts' matrix products: `"deep_gemm"`, or what
+            `ep_kernels.choose_backend` finds best (`"auto"`). What it can't compute is an error.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -70,7 +73,13 @@ def parallelize(
     ep_plans.check_stages(resolved)
     mesh = ParallelMesh(resolved.layout)
     shard_model(
-        model, mesh, resolved, own_experts=True, recompute=experts_recompute, ep_options=ep_options
+        model,
+        mesh,
+        resolved,
+        own_experts=True,
+        recompute=experts_recompute,
+        backend=experts_backend,
+        ep_options=ep_options,
     )
     return model
 
@@ -83,6 +92,7 @@ def shard_model(
     own_experts: bool,
     recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
+    backend: BackendRequest = "auto",
 ) -> None:
     """Apply the plans of `config` and install the methods.
 
@@ -94,14 +104,20 @@ def shard_model(
             module's own forward, whose implementation the model's config names.
         recompute: what `ep_kernels` computes again in backward.
         ep_options: further settings of the implementation.
+        backend: who computes the products of `ep_kernels`.
     """
     if recompute not in get_args(Recompute):
         raise ValueError(
             f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
         )
+    if backend != "auto" and config.ep_size == 1:
+        raise ValueError(
+            f"{backend} computes the experts that an EP plan dispatches, but ep_size=1. Set ep_size, or "
+            "leave it out."
+        )
     make: Callable[[nn.Module], ExpertsForward] = _module_forward
     if own_experts:
-        make = functools.partial(module_experts_forward, recompute=recompute)
+        make = functools.partial(module_experts_forward, recompute=recompute, backend=backend)
     ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
     if isinstance(model, PreTrainedModel):
         # On the object: FSDP2 and PEFT change or wrap the class.
