@@ -99,6 +99,7 @@ def fp8_fp4_mega_moe(y, l1_weights, l2_weights, sym_buffer, cumulative_local_exp
     )
     x, ids, weights = (gathered(part, group) for part in parts)
     sys.modules["deep_gemm"].routes += int((ids >= 0).sum())
+    sys.modules["deep_gemm"].rounds.append(n)
     gate_up, down = (dequantized(*(t.flip(1) for t in layer)) for layer in (l1_weights, l2_weights))
     out = moe_of(x, ids, weights, gate_up, down, rank * len(down), activation_clamp)
     dist.all_reduce(out, group=group)
@@ -117,7 +118,7 @@ def install(**changes):
     for function in (get_symm_buffer_for_mega_moe, transform_sf_into_required_layout,
                      transform_weights_for_mega_moe, fp8_fp4_mega_moe):  # fmt: skip
         setattr(library, function.__name__, function)
-    library.allocated, library.routes = [], 0
+    library.allocated, library.routes, library.rounds = [], 0, []
     sys.modules["deep_gemm"] = library
     import ep_dispatch.megamoe
 
@@ -165,7 +166,7 @@ class FP4Experts(nn.Module):
         raise AssertionError("the kernel runs the experts")
 
 
-def layer(rank, world, group, kind=DeepGemmMegaMoe, seed=0, **config):
+def layer(rank, world, group, kind=DeepGemmMegaMoe, seed=0, settings=None, **config):
     experts = FP4Experts(8, seed=seed, **config)
     whole = experts.whole() if config.get("scale_dtype") != torch.uint8 else None
     experts.part(rank, 8 // world)
@@ -175,6 +176,7 @@ def layer(rank, world, group, kind=DeepGemmMegaMoe, seed=0, **config):
         ep_group=group,
         tp_group=group,
         experts=experts,
+        **(settings or {}),
     )
     return implementation, whole
 
@@ -255,6 +257,78 @@ def test_layers_share_a_buffer_that_grows(ranks, moe):
         release_buffers()
         assert buffer.x is None
         assert not _buffers
+
+    ranks.run(run, world=2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tokens_beyond_the_buffer_go_in_rounds(ranks, world):
+    """One allocation whatever comes; full rounds, and one for which some ranks have no token."""
+
+    def run(rank):
+        library = install()
+        bounded, _ = layer(rank, world, dist.group.WORLD, settings={"max_tokens": 5})
+        rounds = {3: [-(-3 // world)], 384 * world: [384], 768 * world + 1: [384, 384, 1]}
+        outputs = {}
+        with torch.no_grad():
+            for tokens, expected in rounds.items():
+                library.rounds.clear()
+                library.routes = 0
+                outputs[tokens] = bounded(*inputs(tokens))
+                assert library.rounds == expected
+                assert library.routes == tokens * 3  # no token twice, none left out
+            assert library.allocated == [5]
+            library = install()
+            growing, _ = layer(rank, world, dist.group.WORLD)
+            for tokens, output in outputs.items():
+                assert torch.equal(output, growing(*inputs(tokens)))
+            assert len(library.rounds) == len(rounds)
+
+    ranks.run(run, world=world)
+
+
+def test_nothing_is_allocated_while_a_graph_is_captured(ranks, moe):
+    """A larger batch goes in rounds then; without any buffer it is an error."""
+
+    def run(rank):
+        library = install()
+        import ep_dispatch.megamoe as module
+
+        implementation, whole = layer(rank, 2, dist.group.WORLD)
+        captures = module._captures
+        x, ids, weights = inputs(1000)
+        try:
+            with torch.no_grad():
+                module._captures = lambda: True
+                with pytest.raises(RuntimeError, match="run a batch once before capturing"):
+                    implementation(x, ids, weights)
+                module._captures = captures
+                implementation(*inputs(2))
+                module._captures = lambda: True
+                out = implementation(x, ids, weights)
+        finally:
+            module._captures = captures
+        assert library.allocated == [1]
+        assert library.rounds == [1, 384, 116]
+        expected = moe_of(restored(*quantize_rows(x)), ids, weights.double(), *whole, 0)
+        assert moe.error(out, expected) < 4e-3
+
+    ranks.run(run, world=2)
+
+
+def test_ranks_that_want_different_buffers(ranks):
+    """All of them are told, before anything is allocated."""
+
+    def run(rank):
+        library = install()
+        settings = {"max_tokens": 8 if rank else None}
+        implementation, _ = layer(rank, 2, dist.group.WORLD, settings=settings)
+        with torch.no_grad(), pytest.raises(ValueError, match=r"buffers of \[4, 8\] tokens"):
+            implementation(*inputs(8))
+        assert library.allocated == []
+        for wrong in (0, -1, 2.0, True):
+            with pytest.raises(ValueError, match=f"positive integer.*got {wrong}"):
+                layer(rank, 2, dist.group.WORLD, settings={"max_tokens": wrong})
 
     ranks.run(run, world=2)
 

@@ -3,6 +3,14 @@
 Written against DeepGEMM 2.6.1 (https://github.com/deepseek-ai/DeepGEMM), found under the import name
 `deep_gemm`, whichever distribution brings it.
 
+[Note: rounds]
+The buffer is sized for the usual batch, of decoding; a prefill may be larger. What does not fit goes through
+the same kernel in further rounds: a token's output does not depend on the others. The other way would be bf16,
+but what it needs is gone: the kernel's weights take the place of the checkpoint's, and bf16 ones beside them
+would take four times their memory. How many rounds there are follows from T and from the buffer, which are the
+same on all ranks, so nobody is asked. A round may write over the inputs of the one before it: the kernel ends
+when the peers have read them, on which layers that share the buffer rely too.
+
 T = tokens of the batch, H = hidden size, I = intermediate size, K = experts per token, E = experts of a
 layer, P = ranks of the EP group.
 """
@@ -22,7 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from . import checks
-from .collectives import chunk_bounds, gather_over_group
+from .collectives import chunk_bounds, gather_over_group, group_size
 from .fp8 import quantize_rows
 from .implementation import MEGAMOE, EPImplementation, ExpertsForward
 
@@ -149,30 +157,61 @@ def release_buffers(group: ProcessGroup | None = None) -> None:
             buffer.destroy()
 
 
-def shared_buffer(library: ModuleType, group: ProcessGroup, shape: _Shape, tokens: int) -> Any:
-    """The group's buffer for rows of that shape, of `tokens` per rank or more.
+def shared_buffer(
+    library: ModuleType,
+    group: ProcessGroup,
+    shape: _Shape,
+    tokens: int,
+    max_tokens: int | None = None,
+) -> Any:
+    """The group's buffer for rows of that shape.
 
-    The first call, and one that needs a larger buffer, allocates: a collective, which cannot be captured
-    in a CUDA graph. Warm up once with the largest batch.
+    Without `max_tokens`, of `tokens` per rank or more: a larger batch replaces it. With, of that many from
+    the first call on. While a CUDA graph is captured, the one there is, of whatever size.
+
+    Allocating is a collective, and waits for the device: the first call does, and each that needs a larger
+    buffer.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured and there is no buffer yet.
+        ValueError: the ranks want buffers of different sizes; on all of them.
     """
+    wanted = tokens if max_tokens is None else max_tokens
     buffers = _buffers.setdefault(group, {})
     held = buffers.get(shape)
-    if held is not None and held.num_max_tokens_per_rank >= tokens:
+    if held is not None and (held.num_max_tokens_per_rank >= wanted or _captures()):
         return held
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _captures():
         raise RuntimeError(
-            f"Mega MoE needs a symmetric buffer of {tokens} tokens a rank, which cannot be allocated "
-            "while a CUDA graph is captured; run the largest batch once before capturing."
+            f"Mega MoE needs a symmetric buffer of {wanted} tokens a rank, which cannot be allocated "
+            "while a CUDA graph is captured; run a batch once before capturing."
         )
+    _check_same(group, wanted)
     if held is not None:
         # Peers write into it: it may go only when all have done with it.
         _synchronize()
         torch.distributed.barrier(group)
         buffers.pop(shape).destroy()
     buffers[shape] = library.get_symm_buffer_for_mega_moe(
-        group, shape.experts, tokens, shape.topk, shape.hidden, shape.intermediate
+        group, shape.experts, wanted, shape.topk, shape.hidden, shape.intermediate
     )
     return buffers[shape]
+
+
+def _check_same(group: ProcessGroup, wanted: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(group_size(group))]
+    torch.distributed.all_gather(sizes, torch.tensor([wanted], device=device), group)
+    by_rank = [int(size) for size in sizes]
+    if len(set(by_rank)) > 1:
+        raise ValueError(
+            "the ranks of an EP group must hold the same batch and give the same max_tokens; they want Mega "
+            f"MoE buffers of {by_rank} tokens, by EP rank."
+        )
+
+
+def _captures() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize() -> None:
@@ -219,17 +258,34 @@ class DeepGemmMegaMoe(EPImplementation):
 
     Inference only: the kernel has no backward.
 
-    Raises:
-        ValueError: when built, if it cannot run here; the error lists all that is missing.
+    Args:
+        experts_forward: as for the base class, as is what `settings` holds.
+        max_tokens: the tokens of a rank that the symmetric buffer is sized for, the same on all ranks; the
+            library rounds it up. A larger slice goes through it in rounds ([Note: rounds]), with the same
+            result. None: the buffer grows with the largest batch; a CUDA graph that was captured before
+            would then write to one that is gone.
 
-    Cost: FP8 rows over symmetric memory, one all-gather of [T, H] in bf16; no host synchronization.
+    Raises:
+        ValueError: when built, if it cannot run here; the error lists all that is missing. Or a
+            `max_tokens` that is no positive integer.
+
+    Cost: FP8 rows over symmetric memory, one all-gather of [T, H] in bf16; no host synchronization. A new
+    buffer (`shared_buffer`) costs a collective and waits for the device.
     """
 
     needs_shared_batch: ClassVar[bool] = True
     runs_megamoe_experts: ClassVar[bool] = True
 
-    def __init__(self, experts_forward: ExpertsForward, **settings: Any) -> None:
+    def __init__(
+        self, experts_forward: ExpertsForward, *, max_tokens: int | None = None, **settings: Any
+    ) -> None:
         super().__init__(experts_forward, **settings)
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+            raise ValueError(
+                "max_tokens must be a positive integer, the tokens of a rank that the buffer is sized for, "
+                f"or None to let it grow, got {max_tokens!r}."
+            )
+        self.max_tokens = max_tokens
         if problems := megamoe_problems(self.experts):
             raise ValueError(
                 f'ep_implementation="{MEGAMOE}" cannot run here: {"; ".join(problems)}. Use another '
@@ -244,7 +300,7 @@ class DeepGemmMegaMoe(EPImplementation):
         self._layers: Any = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Slice, quantize into the shared buffer, run the kernel, gather."""
+        """Slice; quantize into the shared buffer and run the kernel, in rounds; gather."""
         if problem := checks.inputs_problem(hidden_states, top_k_index, top_k_weights):
             raise ValueError(problem)
         inputs_need = hidden_states.requires_grad or top_k_weights.requires_grad
@@ -266,23 +322,34 @@ class DeepGemmMegaMoe(EPImplementation):
             hidden=width,
             intermediate=layers[0][0].shape[1] // 2,
         )
-        buffer = shared_buffer(self.library, self.ep_group, shape, padded)
-        own = last - first
-        values, scales = quantize_rows(hidden_states[first:last])
+        buffer = shared_buffer(self.library, self.ep_group, shape, padded, self.max_tokens)
+        mine = [tensor[first:last] for tensor in (hidden_states, top_k_index, top_k_weights)]
+        output = hidden_states.new_empty((padded, width), dtype=torch.bfloat16)
+        rounds = output.split(buffer.num_max_tokens_per_rank)
+        for number, part in enumerate(rounds):
+            start = number * buffer.num_max_tokens_per_rank
+            x, index, weights = (tensor[start : start + len(part)] for tensor in mine)
+            self._run(buffer, layers, x, index, weights, part)
+        output = output[: last - first].to(hidden_states.dtype)
+        return gather_over_group(output, self.ep_group, size=num_tokens)
+
+    def _run(
+        self, buffer: Any, layers: Any, x: Tensor, index: Tensor, weights: Tensor, output: Tensor
+    ) -> None:
+        """Fill the buffer and run the kernel; `output` may have more rows than there are tokens here."""
+        own, padded = len(x), len(output)
+        values, scales = quantize_rows(x)
         buffer.x[:own].copy_(values)
         buffer.x_sf[:own].copy_(scales)
-        buffer.topk_idx[:own].copy_(top_k_index[first:last])
-        buffer.topk_weights[:own].copy_(top_k_weights[first:last])
+        buffer.topk_idx[:own].copy_(index)
+        buffer.topk_weights[:own].copy_(weights)
         # What the padding's rows hold does not matter: no expert computes them.
         buffer.topk_idx[own:padded].fill_(-1)
         buffer.topk_weights[own:padded].zero_()
-        output = hidden_states.new_empty((padded, width), dtype=torch.bfloat16)
         config = getattr(self.experts, "config", None)
         self.library.fp8_fp4_mega_moe(
             output, *layers, buffer, activation_clamp=getattr(config, "swiglu_limit", None)
         )
-        output = output[:own].to(hidden_states.dtype)
-        return gather_over_group(output, self.ep_group, size=num_tokens)
 
     def _transformed(self) -> Any:
         if self._layers is None:
