@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import operators as operators  # for what it registers
 from .experts import experts_forward
 from .grouped import BackendRequest, Choice, choose_backend
 from .mlp import Recompute

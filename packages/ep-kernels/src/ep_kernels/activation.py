@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import triton_kernels
 from ._compat import TorchDispatchMode
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec
@@ -49,6 +50,11 @@ def scaled_activation(
     """
     out = pre.new_empty(pre.shape[0], inner)
     fast = is_silu_gated(spec)
+    if fast and triton_kernels.takes(pre):
+        from .triton_kernels import activation as kernels
+
+        kernels.scaled_swiglu(pre, weights, out)
+        return out
     for part, weight, to in blocks(pre.shape[1], pre, weights.unsqueeze(1), out):
         if fast:
             gate, up = part.to(accumulation_dtype(part.dtype)).chunk(2, dim=-1)
@@ -85,6 +91,11 @@ def scaled_activation_backward(
     wide = accumulation_dtype(pre.dtype)
     weights_grad = pre.new_empty(pre.shape[0], dtype=wide)
     fast = is_silu_gated(spec)
+    if fast and triton_kernels.takes(pre, grad):
+        from .triton_kernels import activation as kernels
+
+        kernels.scaled_swiglu_backward(pre, weights, grad, weights_grad, out)
+        return weights_grad
     # `out` may be `pre`: each block is read before it is written.
     tensors = (pre, weights.unsqueeze(1), grad, weights_grad, pre if out is None else out)
     for part, weight, into, dot, to in blocks(pre.shape[1], *tensors):

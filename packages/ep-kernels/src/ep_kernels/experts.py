@@ -17,10 +17,11 @@ from .grouped import (
     BackendRequest,
     choose_backend,
     counts_of,
-    deep_gemm_mm,
     expert_of_slot,
     grouped_mm,
     loop_mm,
+    products_mm,
+    triton_products,
 )
 from .local import touch
 from .rows import accumulation_dtype

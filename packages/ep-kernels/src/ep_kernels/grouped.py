@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import deep_gemm
+from . import deep_gemm, triton_kernels
+from .rows import gather
 
-Backend = Literal["grouped_mm", "loop", "deep_gemm"]
+Backend = Literal["grouped_mm", "triton", "loop", "deep_gemm"]
 BackendRequest = Literal["auto", Backend]
 
 # torch.nn.functional.grouped_mm takes these, on CPU and CUDA (torch 2.11 to 2.13).
@@ -37,7 +38,8 @@ def choose_backend(
     """Who computes products of `dtype` on `device` whose inner and outer sizes are `sizes`.
 
     `auto` is `grouped_mm` (torch's) on CUDA wherever it works: it needs no host synchronization.
-    Else `loop`, one product per expert, which works for all and reads the offsets on the host. On a
+    Else `triton` (this package's kernels), which needs none either, for sizes that grouped_mm does not
+    take. Else `loop`, one product per expert, which works for all and reads the offsets on the host. On a
     CPU that costs nothing, and the loop is as fast as grouped_mm, for weight gradients of many
     experts two to four times as fast; while torch.compile traces bfloat16, grouped_mm keeps the
     graph whole. `deep_gemm` is taken when asked for only: it compiles its kernels when they first
@@ -54,7 +56,10 @@ def choose_backend(
     if _offsets_are_at_hand(device):
         return Choice("loop", f"one product per expert is the fastest way for {dtype} on a CPU")
     if refusal := _grouped_mm_refusal(device, dtype, sizes):
-        return Choice("loop", refusal)
+        # Before grouped_mm as well it might pay, for the gather that it saves: that is unmeasured on
+        # a GPU, as is this. A loop waits for the offsets and launches a product per expert.
+        by_triton = _triton_refusal(device, dtype, sizes) is None
+        return Choice("triton" if by_triton else "loop", refusal)
     return Choice("grouped_mm", "torch's grouped_mm takes this device, dtype and sizes")
 
 
@@ -90,11 +95,18 @@ def _grouped_mm_refusal(
     return None
 
 
+def _triton_refusal(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile can't trace the Triton products"
+    return triton_kernels.why_no_products(device, dtype)
+
+
 # What each backend says to products that it can't compute; None to others.
 _REFUSALS: dict[Backend, Callable[[torch.device, torch.dtype, Sequence[int]], str | None]] = {
     "grouped_mm": _grouped_mm_refusal,
     "loop": lambda *_: None,
     "deep_gemm": deep_gemm.problem,
+    "triton": _triton_refusal,
 }
 
 
@@ -149,12 +161,11 @@ class _ProductsMM(torch.autograd.Function):
 
 def loop_mm(rows: Tensor, weight: Tensor, *, counts: list[int]) -> Tensor:
     """As `grouped_mm`, one product per expert that has rows; `counts` sums to R."""
-    out: Tensor = _ProductsMM.apply(rows, weight, _LoopProducts(counts))
-    return out
+    return products_mm(rows, weight, products=_LoopProducts(counts))
 
 
-def deep_gemm_mm(rows: Tensor, weight: Tensor, *, products: deep_gemm.DeepGemmProducts) -> Tensor:
-    """As `grouped_mm`, by DeepGEMM."""
+def products_mm(rows: Tensor, weight: Tensor, *, products: Products) -> Tensor:
+    """As `grouped_mm`, by `products`. Differentiable once."""
     out: Tensor = _ProductsMM.apply(rows, weight, products)
     return out
 
@@ -195,7 +206,7 @@ class Taken:
 
     def copied(self) -> Tensor:
         """[S, A]."""
-        return self.rows.index_select(0, self.index)
+        return gather(self.rows, self.index)
 
 
 class Products(Protocol):
@@ -285,9 +296,18 @@ def choose_products(
         return _GroupedProducts(offsets)
     if chosen == "deep_gemm":
         return deep_gemm.DeepGemmProducts(offsets, num_slots)
+    if chosen == "triton":
+        return triton_products(offsets, num_slots)
     counts = counts_of(offsets, num_slots)
     if sum(counts) != num_slots:
         raise ValueError(
             f"the last of offsets, {sum(counts)}, must be the number of slots, {num_slots}."
         )
     return _LoopProducts(counts)
+
+
+def triton_products(offsets: Tensor, num_slots: int) -> Products:
+    """The products by this package's Triton kernels."""
+    from .triton_kernels.products import TritonProducts
+
+    return TritonProducts(offsets, num_slots)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import triton_kernels
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of `dtype` values are kept in: at least float32."""
@@ -41,9 +43,22 @@ def segment_sums(
     result is [len(starts), H], of the dtype of the values; an empty segment is zero. `weights` [S]
     scale what `order` names.
     """
+    if triton_kernels.takes(values):
+        from .triton_kernels import rows as kernels
+
+        return kernels.segment_sums(values, order, starts, weights)
     return torch.nn.functional.embedding_bag(
         order, values, starts, mode="sum", per_sample_weights=weights
     )
+
+
+def gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Row `index[s]` of `rows` [R, H] at s: [S, H]. Unknown to autograd."""
+    if triton_kernels.takes(rows):
+        from .triton_kernels import rows as kernels
+
+        return kernels.gather(rows, index)
+    return rows.index_select(0, index)
 
 
 class _Take(torch.autograd.Function):
@@ -51,7 +66,7 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows, ctx.dtype = rows.shape[0], rows.dtype
-        return rows.index_select(0, index)
+        return gather(rows, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -66,6 +81,9 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(index)
         ctx.dtype = values.dtype
+        if triton_kernels.takes(values):  # where index_add_ adds in any order
+            wide = values.to(torch.promote_types(values.dtype, dtype))
+            return segment_sums(wide, *slots_by_row(index, num_rows)).to(dtype)
         accumulated = accumulation_dtype(values.dtype)
         out = torch.zeros((num_rows, *values.shape[1:]), dtype=accumulated, device=values.device)
         return out.index_add_(0, index, values.to(accumulated)).to(dtype)
