@@ -106,6 +106,14 @@ def oldest(session: nox.Session) -> None:
 
 
 @nox.session
+def triton(session: nox.Session) -> None:
+    """The Triton kernels in its interpreter, and compiled for GPUs: needs none (700 MB)."""
+    packages = "./packages/ep-kernels[triton]", "./packages/ep-dispatch", "./tools/ep-testing"
+    install(session, *packages, *group("test"))
+    session.run("pytest", "packages/ep-kernels/tests/test_triton.py", env=TEST_ENV)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, format, and what each package may import."""
     session.install("--quiet", *group("lint"))

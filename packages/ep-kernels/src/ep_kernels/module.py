@@ -54,7 +54,7 @@ class RoutedExperts(Protocol):
             weights: [S].
             offsets: [E], int32 or int64: the end of each expert's slots. The last one is S.
 
-        Costs no host synchronization where torch's grouped_mm computes (`choose_backend`).
+        Costs no host synchronization, but by the backend `loop` on a GPU (`choose_backend`).
         """
 
 
