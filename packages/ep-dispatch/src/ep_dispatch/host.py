@@ -22,7 +22,7 @@ def on_device(values: Sequence[int], device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-def on_host(x: Tensor) -> list[Any]:
+def on_host(x: Tensor) -> Any:
     """`x.tolist()`. One host synchronization.
 
     On CUDA the copy goes by a stream of its own, and the host waits for that copy alone: not for what

@@ -358,8 +358,14 @@ class SymmetricMemory(EPImplementation):
         rows, weights, ids = hidden_states, top_k_weights, call.index
         if self._slices:
             assert self.tp_group is not None
-            wanted = needs.hidden, needs.weights
-            inner, (rows, weights) = split_linked(inner, (rows, weights), wanted, self.tp_group)
+            phase = self.phase("dispatch")
+            for_rows, rows = split_linked(
+                inner if needs.hidden else None, rows, self.tp_group, phase
+            )
+            inner = inner if for_rows is None else for_rows
+            for_weights = inner if needs.weights else None
+            for_weights, weights = split_linked(for_weights, weights, self.tp_group, phase)
+            inner = inner if for_weights is None else for_weights
             ids = ids[slice(*chunk_bounds(ids.shape[0], self.tp_size, self.tp_rank))]
         if more := call.slots - ids.shape[1]:
             weights, ids = pad(weights, (0, more)), pad(ids, (0, more), value=SKIPPED)

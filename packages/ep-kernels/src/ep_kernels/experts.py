@@ -89,8 +89,10 @@ def experts_forward(
     if choice.backend == "loop":
         product = functools.partial(loop_mm, counts=counts)
     elif choice.backend == "deep_gemm":
-        products = DeepGemmProducts(offsets, rows.shape[0])
-        product = functools.partial(deep_gemm_mm, products=products)
+        deep_gemm = DeepGemmProducts(offsets, rows.shape[0])
+        product = functools.partial(products_mm, products=deep_gemm)
+    elif choice.backend == "triton":
+        product = functools.partial(products_mm, products=triton_products(offsets, rows.shape[0]))
     else:
         product = functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
     out = _mlp(spec, weights, rows.to(dtype), offsets, product, past)
