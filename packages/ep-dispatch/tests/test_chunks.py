@@ -144,6 +144,34 @@ def test_one_exchange_of_counts_and_one_of_slots(ranks, moe):
     ranks.run(run, world=4)
 
 
+def test_auto(ranks, moe):
+    """One chunk on gloo; where two are worth it, in training only, which the ranks agree upon."""
+
+    def run(rank):
+        implementation, _ = moe.build(chunked(moe, "auto"), rank)
+        assert implementation._auto_chunks() == 1
+        case = chunked(moe, "auto", tp=2)
+
+        def two(implementation, *args):
+            implementation._most_chunks = 2
+            sizes = []
+            run_chunks = implementation._run_chunks
+            implementation._run_chunks = lambda chunks, *more: (
+                sizes.append(len(chunks)) or run_chunks(chunks, *more)
+            )
+            out = implementation(*args)
+            with torch.no_grad():
+                assert moe.error(implementation(*args), out) < 1e-12
+            assert sizes == [2, 1]
+            with torch.set_grad_enabled(rank == 1), pytest.raises(RuntimeError, match="grad mode"):
+                implementation(*args)
+            return out
+
+        moe.check(rank, case, two)
+
+    ranks.run(run, world=4)
+
+
 @pytest.mark.parametrize("workload", ["hot_rank", "no_tokens", "repeated", "skipped"])
 def test_conforms(ranks, moe, workload):
     def run(rank):
