@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -37,8 +38,10 @@ class Phase:
     ) -> None:
         if error is None:
             return
-        ranks = [0] if self.group is None else dist.get_process_group_ranks(self.group)
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, ranks = 0, [0]
+        with suppress(Exception):  # groups that are gone: `error` is what counts
+            rank = dist.get_rank()
+            ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
         error.add_note(
             f"rank {rank}, in the EP group of ranks {ranks}, layer {self.layer or '(not named)'}, phase: "
             f"{self.name}. If it timed out, see what the other ranks of the group do, and at which step."
