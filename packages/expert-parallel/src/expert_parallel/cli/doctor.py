@@ -96,6 +96,7 @@ def implementations() -> list[Finding]:
         "all_to_all": "routed tokens move; any layout",
         "all_to_all_hierarchical": "the same in two hops, between nodes and inside them",
         "all_reduce": "outputs are summed; ep_size == tp_size",
+        "symmetric_memory": "rows written into other ranks' memory; EP group on one machine",
         "auto": "all_reduce at inference where a group shares a batch, else all_to_all",
     }
     found = []
