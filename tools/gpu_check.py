@@ -1,7 +1,8 @@
 """Check and measure on one GPU what CPUs can't: `python tools/gpu_check.py [--out FILE]`.
 
 Prints a line of JSON for each case (name, ok, value, unit, seconds; ok is null for one that was skipped, with
-the reason) and a closing line; exits with 1 if any failed. Takes under 8 minutes. Needs torch with CUDA,
+the reason) and a closing line; exits with 1 if any failed. Ends within 8 minutes: a check that has no time
+left fails. Needs torch with CUDA,
 cloudpickle, pytest, transformers 5.17 or newer; this checkout need not be installed. Each check runs in a process of
 its own, so that one that crashes or hangs costs the others nothing. `--dry-run` tries the checks on the
 CPU with tiny sizes.

@@ -3,10 +3,13 @@
 While the host waits, nothing further is launched: not the next layer's all-gather, no shared expert.
 """
 
+import functools
+
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 # Read by Python from the memory of a CPU tensor, with no operator that a dispatch mode would see.
 READS = {"tolist", "numpy", "__array__", "item", "__bool__", "__int__", "__float__", "__index__"}
@@ -76,14 +79,18 @@ def scale(rows, ids, weights):
     return rows * weights.sum(1, keepdim=True)
 
 
-def waits_of_a_step(rank, moe, case):
+def waits_of_a_step(rank, moe, case, checkpointed=False):
     """What a forward and its backward wait for, all-to-alls told too."""
     implementation, _ = moe.build(case, rank, experts_forward=scale, experts=None)
     _, inputs = moe.whole_inputs(case)
     hidden, ids, weights, cotangent = inputs[rank // case.tp]
     x, w = hidden.requires_grad_(), weights.requires_grad_()
+    call = implementation
+    if checkpointed:
+        more = {"use_reentrant": False, "preserve_rng_state": False}
+        call = functools.partial(checkpoint, implementation, **more)
     with Waits() as forward:
-        out = implementation(x, ids, w)
+        out = call(x, ids, w)
     with Waits() as backward:
         out.backward(cotangent)
     return forward, backward
@@ -98,6 +105,12 @@ def test_the_host_waits_once_in_a_step_after_the_counts(ranks, moe, tp, tokens):
         traffic = ["alltoall_base_"] * 3  # slots' weights and rows; rows there; rows back
         gathers = ["_allgather_base_"] * (tp > 1)
         assert forward == ["alltoall_base_", "tolist", *traffic, *gathers]
+        assert set(backward) <= TRAFFIC
+
+
+def test_not_again_in_the_recomputation(ranks, moe):
+    for forward, backward in ranks.run(waits_of_a_step, moe, moe.Case(), True):
+        assert forward.count("tolist") == 1
         assert set(backward) <= TRAFFIC
 
 
