@@ -15,7 +15,8 @@ import transformers
 from families import build, family_names
 from sharded_families import LAYOUTS, compare
 
-from ep_kernels import module_experts_forward, why_not
+from ep_kernels import ExpertsSpec, module_experts_forward, why_not
+from ep_kernels.activation import is_silu_gated
 from ep_mesh import DistributedConfig
 from ep_plans import resolve_plans
 from ep_testing import RankError, RankPool
@@ -108,6 +109,14 @@ def check_experts(name: str, experts: torch.nn.Module) -> None:
         expected = experts(rows, ids.masked_fill(~valid, 0), weights.masked_fill(~valid, 0))
     # Some compute parts in float32 though the model is in float64.
     assert float((out - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_silu_of_a_config_is_fused() -> None:
+    """The activation's passes are one for `hidden_act="silu"`, whatever class that makes."""
+    experts = build("Qwen3MoeConfig").model.model.layers[0].mlp.experts
+    spec = ExpertsSpec.from_module(experts)
+    assert spec is not None
+    assert is_silu_gated(spec)
 
 
 def test_the_comparison_sees_a_wrong_gradient(ranks: RankPool) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import triton_kernels
-from ._compat import TorchDispatchMode
+from ._compat import SILU_CLASSES, TorchDispatchMode
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec
 
@@ -158,7 +158,10 @@ def activate(spec: ExpertsSpec, pre: Tensor, *, copies: bool = False) -> Tensor:
 def is_silu_gated(spec: ExpertsSpec) -> bool:
     """Whether the activation is `silu(gate) * up`, the gates first: by far the most frequent one."""
     activation = spec.activation
-    silu = activation in ("silu", nn.functional.silu) or type(activation) is nn.SiLU
+    kind = type(activation)
+    silu = activation in ("silu", nn.functional.silu) or (
+        f"{kind.__module__}.{kind.__qualname__}" in SILU_CLASSES
+    )
     return silu and spec.gated and spec.gate is None and not spec.interleaved
 
 
