@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ep_kernels import choose_backend, module_experts_forward
 from ep_kernels.deep_gemm import PaddedLayout
@@ -83,6 +84,12 @@ def test_the_padded_layout(counts: list[int], past: int, alignment: int) -> None
         assert begin % alignment == 0
         begin += int(layout.sizes[e])
     assert begin <= len(layout.expert_of_row) <= begin + (len(counts) + past) * alignment + past
+
+
+def test_the_layout_does_not_wait_for_the_offsets() -> None:
+    with FakeTensorMode():  # which has no values to wait for
+        layout = PaddedLayout.build(torch.zeros(4, dtype=torch.int32), 9, 128)
+    assert layout.expert_of_row.shape == (640,)
 
 
 @pytest.mark.parametrize("recompute", ["none", "gate_up"])
@@ -182,7 +189,7 @@ def test_auto_does_not_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": torch.float16}, {}, "multiplies bfloat16, not torch.float16"),
         ({"hidden": 72}, {}, r"multiples of 64: \[72, 72\]"),
-        ({}, {"capability": (8, 9)}, r"9.x or 10.x .*; this one has \(8, 9\)"),
+        ({}, {"capability": (8, 9)}, r"9.x or 10.x .*, this one has \(8, 9\)"),
         ({}, {"capability": None}, "the weights are on cpu"),
         ({}, {"without": ("m_grouped_bf16_gemm_nt_contiguous",)}, "lacks m_grouped_bf16_gemm_nt"),
     ],
@@ -217,6 +224,9 @@ def test_backends_and_experts_that_are_not_known(monkeypatch: pytest.MonkeyPatch
     install(monkeypatch)
     with pytest.raises(ValueError, match="backend='deepgemm' is unknown; known are auto, "):
         module_experts_forward(made(), backend="deepgemm")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match=r"torch\.compile cannot trace deep_gemm"):
+        choose_backend(torch.device("cpu"), BF16, 64, backend="deep_gemm")
     with pytest.raises(ValueError, match="Linear does not declare its layout"):
         module_experts_forward(nn.Linear(4, 4), backend="deep_gemm")
 

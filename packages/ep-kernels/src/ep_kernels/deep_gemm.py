@@ -35,9 +35,8 @@ _FUNCTIONS = (
     "m_grouped_fp8_gemm_nt_contiguous",
 )
 _ARCHITECTURES = (9, 10)  # majors of the compute capabilities that there are kernels for
-_STEP = (
-    64  # the inner size of a bf16 product is a multiple of it; of one or another product, each is
-)
+# The inner size of a bf16 product is a multiple of it, and each size is the inner one of some product.
+_STEP = 64
 
 
 def load_library() -> ModuleType:
@@ -65,18 +64,20 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def place_problem(device: torch.device) -> str | None:
-    """What keeps `deep_gemm` from running on a device; of the meta device, only what it lacks."""
+    """All that keeps `deep_gemm` from running on a device; on the meta device, if it is missing."""
+    problems = []
+    has = capability(device)
+    # Where weights on the meta device will be is not known yet.
+    if device.type != "meta" and (has is None or has[0] not in _ARCHITECTURES):
+        got = f"the weights are on {device.type}" if has is None else f"this one has {has}"
+        problems.append(
+            f"deep_gemm needs a GPU of compute capability 9.x or 10.x (Hopper, Blackwell), {got}"
+        )
     try:
         load_library()
     except ImportError as error:
-        return str(error)
-    if device.type == "meta":  # where the weights will be is not known yet
-        return None
-    has = capability(device)
-    if has is None or has[0] not in _ARCHITECTURES:
-        got = f"the weights are on {device.type}" if has is None else f"this one has {has}"
-        return f"deep_gemm needs a GPU of compute capability 9.x or 10.x (Hopper, Blackwell); {got}"
-    return None
+        problems.append(str(error))
+    return "; ".join(problems) or None
 
 
 def problem(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:

@@ -127,6 +127,12 @@ def kernels() -> list[Finding]:
         choice = choose_backend(device, dtype, _SIZE, _SIZE)
         name = f"{str(dtype).removeprefix('torch.')} on {device.type}"
         found.append(Finding(name, True, f"{choice.backend}: {choice.reason}"))
+    try:
+        choose_backend(device, torch.bfloat16, _SIZE, _SIZE, backend="deep_gemm")
+    except ValueError as error:
+        found.append(Finding("deep_gemm", False, " ".join(str(error).split())))
+    else:
+        found.append(Finding("deep_gemm", True, 'asked for by experts_implementation="deep_gemm"'))
     return found
 
 
