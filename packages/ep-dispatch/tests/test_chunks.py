@@ -172,7 +172,7 @@ def test_auto(ranks, moe):
     ranks.run(run, world=4)
 
 
-@pytest.mark.parametrize("workload", ["hot_rank", "no_tokens", "repeated", "skipped"])
+@pytest.mark.parametrize("workload", ["no_tokens", "repeated", "skipped"])
 def test_conforms(ranks, moe, workload):
     def run(rank):
         ep_group, tp_group = moe.groups(moe.Case(world=4, ep=4, tp=2), rank)
@@ -180,7 +180,7 @@ def test_conforms(ranks, moe, workload):
         def build(experts, **settings):
             return AllToAll(experts, num_chunks=3, **settings)
 
-        check(build, workload, ep_group=ep_group, tp_group=tp_group)
+        check(build, workload, ep_group=ep_group, tp_group=tp_group, dtypes=[torch.float32])
 
     ranks.run(run, world=4)
 
