@@ -20,7 +20,8 @@ class Auto(EPImplementation):
     """The default. `deepgemm_megamoe` for experts configured for it; else `all_reduce` where the EP
     group shares one batch and grad mode is off (inference); else `all_to_all`.
 
-    It takes the settings of `AllToAll`. The choice depends on the layout and on grad mode alone, which are the same on all ranks.
+    It takes the settings of `AllToAll`. The choice depends on the layout and on grad mode alone, which
+    are the same on all ranks.
 
     Attributes:
         all_to_all, all_reduce, megamoe: the implementations it chooses from; None where one cannot run.

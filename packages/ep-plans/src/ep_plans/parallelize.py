@@ -107,8 +107,8 @@ def parallelize(
         raise ValueError(f"The mesh is of the layout {mesh.layout}, the config of {config.layout}.")
     check_stages(config)
     options = ep_options or {}
-    check_ep_options(config, options)
     _check_same_model(model, mesh, config, options)
+    check_ep_options(config, options)
     plans = resolve_plans(model, config) if plans is None else plans
     if options and not any(STYLES[style].dispatches for style in plans.ep.values()):
         raise ValueError(
