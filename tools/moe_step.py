@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 BATCH, LENGTH, VOCABULARY = 2, 512, 1024
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -132,6 +133,15 @@ def step_memory(rank: int, folder: str, layout: dict[str, int], ep: int, ours: b
     return [kept, 1024 * int(peak)]
 
 
+def storages(x: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Those of a tensor, or of the tensors that it wraps (DTensor, a collective under way)."""
+    if is_traceable_wrapper_subclass(x):
+        for name in x.__tensor_flatten__()[0]:
+            yield from storages(getattr(x, name))
+    else:
+        yield x.untyped_storage()
+
+
 def kept_bytes(run: Run) -> int:
     """Bytes of the storages that autograd holds after a forward; those of parameters do not count.
 
@@ -142,13 +152,12 @@ def kept_bytes(run: Run) -> int:
 
     def see(module: torch.nn.Module, _: object) -> None:
         for parameter in module.parameters(recurse=False):
-            local = getattr(parameter, "to_local", lambda p=parameter: p)()
-            parameters.add(local.untyped_storage().data_ptr())
+            parameters.update(storage.data_ptr() for storage in storages(parameter))
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
+        for storage in storages(x):
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage
         return x
 
     hooks = [module.register_forward_pre_hook(see) for module in run.model.modules()]
