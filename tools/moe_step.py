@@ -136,8 +136,10 @@ def step_memory(rank: int, folder: str, layout: dict[str, int], ep: int, ours: b
 def storages(x: Tensor) -> Iterator[torch.UntypedStorage]:
     """Those of a tensor, or of the tensors that it wraps (DTensor, a collective under way)."""
     if is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:
-            yield from storages(getattr(x, name))
+        parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # a DTensor names its mesh too
+                yield from storages(part)
     else:
         yield x.untyped_storage()
 
@@ -147,17 +149,18 @@ def kept_bytes(run: Run) -> int:
 
     Not those that FSDP2 has gathered either, which it puts in place of a module's parameters.
     """
-    parameters: set[int] = set()
+    # By identity: FSDP2 frees a storage, whose address another one may then have.
+    parameters: dict[int, torch.UntypedStorage] = {}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def see(module: torch.nn.Module, _: object) -> None:
         for parameter in module.parameters(recurse=False):
-            parameters.update(storage.data_ptr() for storage in storages(parameter))
+            parameters.update((storage._cdata, storage) for storage in storages(parameter))
 
     def pack(x: Tensor) -> Tensor:
         for storage in storages(x):
-            if storage.data_ptr() not in parameters:
-                kept[storage.data_ptr()] = storage
+            if storage._cdata not in parameters:
+                kept[storage._cdata] = storage
         return x
 
     hooks = [module.register_forward_pre_hook(see) for module in run.model.modules()]
