@@ -80,6 +80,8 @@ class Layers:
             with torch.no_grad():
                 layer(*self.given[:3])
         except (TypeError, ValueError, ImportError) as error:
+            if backend == "auto":
+                raise
             raise Skip(str(error)) from error
         return layer
 
