@@ -27,7 +27,7 @@ class AllReduce(EPImplementation):
 
     Each rank checks its own inputs, and nobody asks the others: where one raises, the others wait for it.
     Expert ids out of range are an error on the CPU; on a device, where looking would be a host
-    synchronization, such a slot is skipped.
+    synchronization, and under torch.compile such a slot is skipped.
 
     Cost: one all-reduce of [T, H]; in backward one all-reduce each of the gradients of hidden states
     and routing weights, if needed. The experts' own cost grows with the whole batch.

@@ -76,7 +76,8 @@ class AllToAll(RoutedImplementation):
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
     integer indices. With `max_rows` one all-reduce of an integer and its host synchronization; if it is
-    exceeded, counts and an all-reduce for each number of rounds that is tried.
+    exceeded, counts and an all-reduce for each number of rounds that is tried. Under torch.compile: one
+    break of the graph, and nothing compiled anew for new sizes.
     """
 
     def __init__(
