@@ -71,7 +71,9 @@ def poisoned(implementation, *args):
     implementation(*(x.detach() for x in args))  # so that there is memory
     for devices in buffers._held.values():
         for held in devices.values():
-            held.buffer.words.fill_(-1)  # NaN in every dtype
+            # NaN in float64 and, in int32, experts of this rank.
+            own = implementation.ep_rank * implementation.num_local_experts
+            held.buffer.words.fill_(0x7FF8 << 48 | own)
     dist.barrier()
     return implementation(*args)
 

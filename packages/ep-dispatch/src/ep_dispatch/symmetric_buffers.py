@@ -31,7 +31,15 @@ from torch.distributed import ProcessGroup
 
 from ._compat import symmetric_memory
 
-__all__ = ["HEADER", "Buffer", "CudaBuffer", "SharedBuffer", "release_buffers", "shared_buffer"]
+__all__ = [
+    "HEADER",
+    "Buffer",
+    "CudaBuffer",
+    "SharedBuffer",
+    "capturing",
+    "release_buffers",
+    "shared_buffer",
+]
 
 HEADER = 4
 """Integers that each source tells each rank beside its rows."""
@@ -158,10 +166,9 @@ def shared_buffer(
     ranks = dist.get_world_size(group)
     needed = ranks * HEADER + (ranks * capacity + 1) * width
     held = _held.setdefault(group, {}).setdefault(device.type, _Held())
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     buffer = held.buffer
     if buffer is None or buffer.words.numel() < needed:
-        if capturing:
+        if capturing():
             raise RuntimeError(
                 f"symmetric memory of {needed * _WORD} bytes is needed, which cannot be allocated while a "
                 "CUDA graph is captured; run each layer once before capturing."
@@ -177,8 +184,13 @@ def shared_buffer(
         with torch.inference_mode(False), torch.no_grad():
             make = _make_on_cuda if device.type == "cuda" else _make_shared
             buffer = held.buffer = make(group, needed, device)
-    buffer.captured |= capturing
+    buffer.captured |= capturing()
     return buffer
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize(buffer: Buffer) -> None:

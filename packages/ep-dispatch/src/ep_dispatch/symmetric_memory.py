@@ -32,7 +32,7 @@ from .host import on_host
 from .implementation import EPImplementation, ExpertsForward
 from .links import GradNeeds, _facts, _filled, join_parameters, new_link, split_linked
 from .routing import SKIPPED, local_routes, owner_places
-from .symmetric_buffers import HEADER, Buffer, shared_buffer
+from .symmetric_buffers import HEADER, Buffer, capturing, shared_buffer
 
 __all__ = ["SymmetricMemory"]
 
@@ -95,14 +95,12 @@ class _Exchange:
 
     Attributes:
         group: the ranks.
-        rank: this one's.
         ranks: P.
         capacity: C.
         slots: K, at most so many ranks hold an expert of a token.
     """
 
     group: ProcessGroup
-    rank: int
     ranks: int
     capacity: int
     slots: int
@@ -133,7 +131,7 @@ class _Exchange:
         fields = [_Field(x.shape[1], x.dtype) for x in tensors]
         count = self.ranks * self.capacity
         views = _unpacked(buffer.rows(count, packed.shape[1], self.ranks), fields)
-        absent = self._slots_places(told[:, 0] if counts is None else counts).view(-1, 1) < 0
+        absent = self._row_places(told[:, 0] if counts is None else counts).view(-1, 1) < 0
         # Copied, since the next exchange overwrites; and filled, since what lies there is of the last one.
         copies = [x.masked_fill(absent, fill) for x, fill in zip(views, fills, strict=True)]
         return copies, told
@@ -146,7 +144,7 @@ class _Exchange:
         packed = _packed(tensors)
         width = packed.shape[1]
         rows = packed.view(self.ranks, self.capacity, width)
-        buffer = self._move(rows, self._slots_places(counts), None)
+        buffer = self._move(rows, self._row_places(counts), None)
         count = self.ranks * self.capacity
         arrived = buffer.rows(count + 1, width, self.ranks)
         arrived[count] = 0  # stands for the rows that a token has not
@@ -158,7 +156,7 @@ class _Exchange:
         fields = [_Field(x.shape[1], x.dtype) for x in tensors]
         return [_sum(x, rows_of_token) for x in _unpacked(arrived, fields)]
 
-    def _slots_places(self, counts: Tensor) -> Tensor:
+    def _row_places(self, counts: Tensor) -> Tensor:
         """[P, C], 0 to C - 1 for rows that came from source p, -1 for others."""
         places = torch.arange(self.capacity, device=counts.device).expand(self.ranks, -1)
         return places.masked_fill(places >= counts[:, None], -1)
@@ -230,25 +228,20 @@ class _Combine(torch.autograd.Function):
         return None, None, rows, None, None
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class _Alarm:
     """What went wrong in the calls of a group, on a device that is not asked at once."""
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.worst = torch.zeros(
-            2, dtype=torch.int64, device=device
-        )  # rows, whether any id was wrong
+        # The most rows for one rank, of calls in which they were too many; whether any id was wrong.
+        self.worst = torch.zeros(2, dtype=torch.int64, device=device)
         self.seen = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         self.copied = torch.cuda.Event() if pinned else None
 
     def note(self, worst: Tensor) -> None:
         """Keep what happened in this call, and send it to the host."""
         torch.maximum(self.worst, worst, out=self.worst)
-        if _capturing():
+        if capturing():
             return
         self.seen.copy_(self.worst, non_blocking=True)
         if self.copied is not None:
@@ -302,8 +295,8 @@ class SymmetricMemory(EPImplementation):
             each rank checks its own input, as `AllReduce` does. None: each call agrees on its largest T
             and its input, by an all-gather of eight integers a rank and a host synchronization.
         max_rows: C, if it is less than the worst case, where all tokens of a rank go to one. A routing
-            that needs more is an error: on the CPU at once, on all ranks; on CUDA the output is NaN, and
-            a later call, or `check`, raises.
+            that needs more is an error: on the CPU at once, on all ranks; on CUDA the output and the
+            gradients of rows that were sent are NaN, and on each rank a later call, or `check`, raises.
         settings: see `EPImplementation`.
 
     Raises:
@@ -342,7 +335,7 @@ class SymmetricMemory(EPImplementation):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Write rows to their owners, run the experts, write back, sum."""
-        if not _capturing():
+        if not capturing():
             self._look()
         call = self._memory.recall()
         if call is None:
@@ -369,7 +362,7 @@ class SymmetricMemory(EPImplementation):
             ids = ids[slice(*chunk_bounds(ids.shape[0], self.tp_size, self.tp_rank))]
         if more := call.slots - ids.shape[1]:
             weights, ids = pad(weights, (0, more)), pad(ids, (0, more), value=SKIPPED)
-        exchange = _Exchange(group, self.ep_rank, self.ep_size, call.capacity, call.slots)
+        exchange = _Exchange(group, self.ep_size, call.capacity, call.slots)
         with torch.no_grad():
             place, counts, invalid = owner_places(ids, experts=self.num_experts, ranks=self.ep_size)
             facts = torch.stack([counts.max(), invalid.long()])
