@@ -242,6 +242,17 @@ def test_checkpointing_gives_the_same_gradients() -> None:
             torch.testing.assert_close(grad, expected[name])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_slot_every_parameter_gets_zeros(kind: str) -> None:
+    experts = Experts(dtype=torch.float64, **KINDS[kind])
+    rows, ids, weights = routed(4, 5, 2, torch.float64)
+    out = module_experts_forward(experts)(rows, torch.full_like(ids, 4), weights)
+    out.sum().backward()
+    for name, parameter in experts.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
 def test_skipped_slots_take_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host may know how many there are, only the valid slots are computed."""
     seen = []

@@ -175,6 +175,9 @@ class _ModuleExperts:
             num_used=num_used,
             backend=self._backend,
         )
+        if num_used == 0:  # a norm's parameters get their gradients too
+            with local_parameters(self._experts):
+                out = touch(out, *self._experts.parameters())
         return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)
 
 
