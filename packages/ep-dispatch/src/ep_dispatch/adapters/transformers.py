@@ -20,13 +20,17 @@ from ep_dispatch import _compat
 from ep_dispatch.all_reduce import AllReduce
 from ep_dispatch.all_to_all import AllToAll
 from ep_dispatch.auto import Auto
+from ep_dispatch.hierarchical import HierarchicalAllToAll
 from ep_dispatch.implementation import EPImplementation, ExpertsForward
+from ep_dispatch.symmetric_memory import SymmetricMemory
 
 __all__ = ["NAMES", "register"]
 
 NAMES: dict[str, type[EPImplementation]] = {
     "ep_all_to_all": AllToAll,
+    "ep_all_to_all_hierarchical": HierarchicalAllToAll,
     "ep_all_reduce": AllReduce,
+    "ep_symmetric_memory": SymmetricMemory,
     "ep_auto": Auto,
 }
 """What `register` adds: the values of transformers' `ep_implementation`, and what they run."""
