@@ -295,19 +295,19 @@ def test_nothing_is_allocated_while_a_graph_is_captured(ranks, moe):
         import ep_dispatch.megamoe as module
 
         implementation, whole = layer(rank, 2, dist.group.WORLD)
-        captures = module._captures
+        captures = module.capturing
         x, ids, weights = inputs(1000)
         try:
             with torch.no_grad():
-                module._captures = lambda: True
+                module.capturing = lambda: True
                 with pytest.raises(RuntimeError, match="run a batch once before capturing"):
                     implementation(x, ids, weights)
-                module._captures = captures
+                module.capturing = captures
                 implementation(*inputs(2))
-                module._captures = lambda: True
+                module.capturing = lambda: True
                 out = implementation(x, ids, weights)
         finally:
-            module._captures = captures
+            module.capturing = captures
         assert library.allocated == [1]
         assert library.rounds == [1, 384, 116]
         expected = moe_of(restored(*quantize_rows(x)), ids, weights.double(), *whole, 0)

@@ -59,7 +59,7 @@ def test_equals_one_process(ranks, moe, ep, tp):
             moe.check(rank, case, poisoned)
         moe.check(rank, layout(moe, ep, tp, sequence_parallel=True), poisoned)
         moe.check(rank, layout(moe, ep, tp, settings=settings(max_tokens=20)), poisoned)
-        enough = settings(max_rows=13 if tp == 1 else 7)
+        enough = settings(max_rows_per_pair=13 if tp == 1 else 7)
         moe.check(rank, layout(moe, ep, tp, routing="first", settings=enough), poisoned)
         moe.check(rank, layout(moe, ep, tp, tokens=(0,) * 4), poisoned)
         moe.check(rank, layout(moe, ep, tp, tokens=(1, 0, 0, 0), routing="one"), poisoned)
@@ -280,7 +280,7 @@ def overflowing(rank, moe, given, kind=SymmetricMemory):
     ep_group, _ = moe.groups(layout(moe, 4, 1), rank)
     experts = moe.Experts(2)
     implementation = kind(
-        experts, num_local_experts=2, ep_group=ep_group, max_rows=7, **dict(given)
+        experts, num_local_experts=2, ep_group=ep_group, max_rows_per_pair=7, **dict(given)
     )
     tokens = 9 if rank == 2 else 3
     hidden = torch.ones(tokens, 8, requires_grad=True)
@@ -380,7 +380,7 @@ def test_all_ranks_hear_of_wrong_input(ranks, moe):
 
 def test_what_is_given_is_checked(moe):
     experts = moe.Experts(2)
-    for wrong in ({"max_tokens": 0}, {"max_rows": -1}):
+    for wrong in ({"max_tokens": 0}, {"max_rows_per_pair": -1}):
         with pytest.raises(ValueError, match="must be None or at least 1, got"):
             SymmetricMemory(experts, num_local_experts=2, **wrong)
     implementation = SymmetricMemory(experts, num_local_experts=2, max_tokens=2)

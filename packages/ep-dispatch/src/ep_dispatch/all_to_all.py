@@ -26,7 +26,6 @@ from .links import (
     hold_linked,
     join_parameters,
     new_link,
-    split_linked,
 )
 from .pending import Pending
 from .plan import ChunkedRouting, DispatchPlan, ReceivedRows, Routing, Ticket
@@ -112,6 +111,7 @@ class AllToAll(RoutedImplementation):
                 shared.append(shared_experts(hidden_states))
 
         if self._most_chunks == 1 and self.max_rows is None:
+            # Through the public phases, so that those of a subclass are asked.
             plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
             if shared_experts is None:
                 received, ticket = self.dispatch(hidden_states, plan)
@@ -141,7 +141,7 @@ class AllToAll(RoutedImplementation):
             link = None
         elif link is None:
             link = new_link(hidden_states.device)
-        link, rows = self._split(link, hidden_states, needs)
+        link, rows = self._split(link, hidden_states, needs.hidden, "dispatch")
         parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
         run = self._run_rounds if routing.rounds else self._run_chunks
         _, outputs = run(routing.chunks, parts, weights, needs, link, meanwhile)
@@ -287,7 +287,7 @@ class AllToAll(RoutedImplementation):
         link = plan.link if linked else None
         if linked and link is None:
             link = new_link(hidden_states.device)
-        link, rows = self._split(link, hidden_states, needs)
+        link, rows = self._split(link, hidden_states, needs.hidden, "dispatch")
         journey = Journey(self._there(rows, plan), linked=linked and needs.hidden)
         link = journey.start(link)
         dtype, width = hidden_states.dtype, hidden_states.shape[1]
@@ -357,18 +357,6 @@ class AllToAll(RoutedImplementation):
                 rows = yield rows, stage.row_exchange(hop, wire, self.phase("combine"), back=True)
             rows = sum_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
         return rows
-
-    def _split(
-        self, link: Tensor | None, hidden_states: Tensor, needs: GradNeeds
-    ) -> tuple[Tensor | None, Tensor]:
-        """This rank's slice of the tokens. If they need no gradient, the link passes by."""
-        if not self._slices:
-            return link, hidden_states
-        assert self.tp_group is not None
-        inner = link if needs.hidden else None
-        phase = self.phase("dispatch")
-        inner, rows = split_linked(inner, hidden_states, self.tp_group, phase)
-        return link if inner is None else inner, rows
 
     def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
         """The tokens of all slices."""

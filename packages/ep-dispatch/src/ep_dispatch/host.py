@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["on_device", "on_host"]
+__all__ = ["capturing", "on_device", "on_host"]
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
@@ -39,3 +39,8 @@ def on_host(x: Tensor) -> Any:
     x.record_stream(stream)
     done.synchronize()
     return copy.tolist()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -11,12 +11,15 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import group_rank, group_size
+from .agreement import Notice
+from .collectives import chunk_bounds, group_rank, group_size
 from .dtensor import like_input, local_inputs
+from .links import split_linked
 from .phase import Phase
 
 __all__ = [
@@ -170,6 +173,52 @@ class EPImplementation:
         One that runs shared experts itself takes the keyword `shared_experts` too.
         """
         raise NotImplementedError(f"{type(self).__name__} must override `forward`.")
+
+    @property
+    def _slices(self) -> bool:
+        """Whether this rank dispatches a slice of a batch that it holds whole."""
+        return self.tp_size > 1 and not self.sequence_parallel
+
+    def _slice(self, num_tokens: int) -> tuple[int, int]:
+        """First and last (excluded) of the tokens that this rank dispatches."""
+        if not self._slices:
+            return 0, num_tokens
+        return chunk_bounds(num_tokens, self.tp_size, self.tp_rank)
+
+    def _split(
+        self, link: Tensor | None, x: Tensor, need: bool, phase: str
+    ) -> tuple[Tensor | None, Tensor]:
+        """This rank's slice of `x` [T, ...]. If that needs no gradient, the link passes by."""
+        if not self._slices:
+            return link, x
+        assert self.tp_group is not None
+        inner, chunk = split_linked(link if need else None, x, self.tp_group, self.phase(phase))
+        return link if inner is None else inner, chunk
+
+    def _device(self) -> torch.device:
+        """Where tensors are that the group can send."""
+        if self.ep_group is not None and dist.get_backend(self.ep_group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _notice(self, top_k_weights: Tensor, hidden_states: Tensor | None) -> Notice:
+        """What the other ranks must know of a call. Without hidden states: as if they need gradients."""
+        width, dtype, wants_grad = 0, None, True
+        if hidden_states is not None:
+            width, dtype = hidden_states.shape[1], hidden_states.dtype
+            wants_grad = hidden_states.requires_grad
+        return Notice(
+            rank=self.ep_rank,
+            grad=torch.is_grad_enabled(),
+            hidden=wants_grad,
+            weights=top_k_weights.requires_grad,
+            experts=self.experts_need_grad(),
+            tokens=top_k_weights.shape[0],
+            batch=self._first_of_batch,
+            width=width,
+            dtype=dtype,
+            weights_dtype=top_k_weights.dtype,
+        )
 
     def run_experts(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Call `experts_forward` and check the shape of what it gives back."""

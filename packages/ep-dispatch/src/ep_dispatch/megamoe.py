@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from . import checks
 from .collectives import chunk_bounds, gather_over_group, group_size
 from .fp8 import quantize_rows
+from .host import capturing
 from .implementation import MEGAMOE, EPImplementation, ExpertsForward
 
 __all__ = ["DeepGemmMegaMoe", "megamoe_problems", "release_buffers"]
@@ -179,9 +180,9 @@ def shared_buffer(
     wanted = tokens if max_tokens is None else max_tokens
     buffers = _buffers.setdefault(group, {})
     held = buffers.get(shape)
-    if held is not None and (held.num_max_tokens_per_rank >= wanted or _captures()):
+    if held is not None and (held.num_max_tokens_per_rank >= wanted or capturing()):
         return held
-    if _captures():
+    if capturing():
         raise RuntimeError(
             f"Mega MoE needs a symmetric buffer of {wanted} tokens a rank, which cannot be allocated "
             "while a CUDA graph is captured; run a batch once before capturing."
@@ -208,10 +209,6 @@ def _check_same(group: ProcessGroup, wanted: int) -> None:
             "the ranks of an EP group must hold the same batch and give the same max_tokens; they want Mega "
             f"MoE buffers of {by_rank} tokens, by EP rank."
         )
-
-
-def _captures() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize() -> None:

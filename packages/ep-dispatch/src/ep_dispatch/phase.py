@@ -38,11 +38,12 @@ class Phase:
     ) -> None:
         if error is None:
             return
-        rank, ranks = 0, [0]
-        with suppress(Exception):  # groups that are gone: `error` is what counts
+        who = "a rank whose groups are gone"
+        with suppress(Exception):  # `error` is what counts
             rank = dist.get_rank()
             ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
+            who = f"rank {rank}, in the EP group of ranks {ranks}"
         error.add_note(
-            f"rank {rank}, in the EP group of ranks {ranks}, layer {self.layer or '(not named)'}, phase: "
-            f"{self.name}. If it timed out, see what the other ranks of the group do, and at which step."
+            f"{who}, layer {self.layer or '(not named)'}, phase: {self.name}. If it timed out, see what "
+            "the other ranks of the group do, and at which step."
         )

@@ -19,10 +19,9 @@ from torch import Tensor
 from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
-from .collectives import chunk_bounds
-from .host import on_host
+from .host import on_device, on_host
 from .implementation import EPImplementation, ExpertsForward
-from .links import exchange_linked, new_link, split_linked
+from .links import exchange_linked, new_link
 from .plan import ChunkedRouting, Hop, Routing, SlotHop
 from .stage import Stage, complete
 
@@ -201,10 +200,10 @@ class RoutedImplementation(EPImplementation):
         if self.ep_group is None or self.ep_size == 1:
             return self.ep_rank, rows
         device = routing.slots[-1].arrival.device
-        most = torch.tensor(rows * self.ep_size + self.ep_rank, device=device)
+        most = on_device([rows * self.ep_size + self.ep_rank], device)
         with self.phase("counts"):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
-            rows, rank = divmod(on_host(most), self.ep_size)
+            rows, rank = divmod(on_host(most)[0], self.ep_size)
         return rank, rows
 
     def _warn_of_rounds(self, rank: int, rows: int, rounds: int) -> None:
@@ -220,12 +219,6 @@ class RoutedImplementation(EPImplementation):
             stacklevel=2,
         )
 
-    def _device(self) -> torch.device:
-        """Where tensors are that the group can send."""
-        if self.ep_group is not None and dist.get_backend(self.ep_group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
     def _send_weights(
         self, routing: ChunkedRouting, top_k_weights: Tensor, rows: Tensor | None = None
     ) -> tuple[Tensor | None, list[Tensor], Tensor]:
@@ -238,10 +231,7 @@ class RoutedImplementation(EPImplementation):
         link = None
         if self.ep_size > 1 and routing.needs is not None and routing.needs.weights:
             link = new_link(top_k_weights.device)
-        weights = top_k_weights
-        if self._slices:
-            assert self.tp_group is not None
-            link, weights = split_linked(link, weights, self.tp_group, self.phase("slots"))
+        link, weights = self._split(link, top_k_weights, True, "slots")
         weights = weights.reshape(-1)
         arrived = top_k_weights if rows is None else rows
         for stage, hop in zip(self.stages, routing.slots, strict=True):
@@ -256,31 +246,3 @@ class RoutedImplementation(EPImplementation):
             arrived = others[0] if others else arrived
         sizes = [chunk.num_slots for chunk in routing.chunks]
         return link, list(weights.split(sizes)) if len(sizes) > 1 else [weights], arrived
-
-    @property
-    def _slices(self) -> bool:
-        """Whether this rank dispatches a slice of a batch that it holds whole."""
-        return self.tp_size > 1 and not self.sequence_parallel
-
-    def _slice(self, num_tokens: int) -> tuple[int, int]:
-        if not self._slices:
-            return 0, num_tokens
-        return chunk_bounds(num_tokens, self.tp_size, self.tp_rank)
-
-    def _notice(self, top_k_weights: Tensor, hidden_states: Tensor | None) -> Notice:
-        width, dtype, wants_grad = 0, None, True
-        if hidden_states is not None:
-            width, dtype = hidden_states.shape[1], hidden_states.dtype
-            wants_grad = hidden_states.requires_grad
-        return Notice(
-            rank=self.ep_rank,
-            grad=torch.is_grad_enabled(),
-            hidden=wants_grad,
-            weights=top_k_weights.requires_grad,
-            experts=self.experts_need_grad(),
-            tokens=top_k_weights.shape[0],
-            batch=self._first_of_batch,
-            width=width,
-            dtype=dtype,
-            weights_dtype=top_k_weights.dtype,
-        )

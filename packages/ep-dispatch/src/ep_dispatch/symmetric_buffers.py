@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._compat import symmetric_memory
+from .host import capturing
 
 __all__ = [
     "HEADER",
     "Buffer",
     "CudaBuffer",
     "SharedBuffer",
-    "capturing",
     "release_buffers",
     "shared_buffer",
 ]
@@ -186,11 +186,6 @@ def shared_buffer(
             buffer = held.buffer = make(group, needed, device)
     buffer.captured |= capturing()
     return buffer
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize(buffer: Buffer) -> None:
