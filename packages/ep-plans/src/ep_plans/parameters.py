@@ -68,10 +68,12 @@ def plan_parameters(
     float32 = float32_parameters(model, mixed_precision=config.fsdp_mixed_precision)
     left_out = _not_for_fsdp(model, plans, float32) if data_parallel else set()
     mega = _megamoe_experts(model, plans, config)
+    # In one copy of the model there is nothing to reduce, and a unit would copy every gradient.
+    wraps_experts = config.dp_size > 1 or config.fsdp_mixed_precision or config.fsdp_cpu_offload
 
     def data_axis(name: str) -> str | None:
         if is_below(name, plans.experts):
-            return None if is_below(name, mega) else "efsdp"
+            return None if is_below(name, mega) or not wraps_experts else "efsdp"
         if not data_parallel or name in left_out:
             return None
         return "fsdp_tp" if over_tp and cuts[name] is None else "fsdp"
