@@ -21,13 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .grouped import Taken
+from .products import GroupedProducts, Taken
 
 _FUNCTIONS = (
     "get_mk_alignment_for_contiguous_layout",
@@ -176,9 +174,7 @@ class DeepGemmProducts:
         """Per expert, `left` [S, A] transposed times `right` [S, B]: [E, A, B] of `dtype`."""
         product = getattr(self._library, "k_grouped_bf16_gemm_tn_contiguous", None)
         if product is None:
-            one, other = (x if isinstance(x, Tensor) else x.copied() for x in (left, right))
-            ends = self._offsets.to(torch.int32)
-            return torch.nn.functional.grouped_mm(one.t(), other, offs=ends).to(dtype)
+            return GroupedProducts(self._offsets).matrices(left, right, dtype)
         one, other = (
             self._layout.without_padding(self._layout.padded(x))[: sum(self._sizes)]
             for x in (left, right)

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from .activation import try_activation
-from .deep_gemm import DeepGemmProducts
 from .grouped import (
     BackendRequest,
     choose_backend,
     counts_of,
     expert_of_slot,
     grouped_mm,
-    loop_mm,
     products_mm,
-    triton_products,
+    products_of,
 )
 from .local import touch
 from .rows import accumulation_dtype
@@ -58,18 +56,19 @@ def experts_forward(
     Raises:
         ValueError: if shapes don't fit together, or if `backend` cannot compute them.
 
-    Costs one host synchronization if the backend is the loop (`choose_backend`), else none. Plain
-    autograd: the rows, the first projection and what the activation saves are kept for backward.
+    Costs one host synchronization by the backend `loop`, one in backward by `deep_gemm` (its weight
+    gradients take sizes from the host), else none. Plain autograd: the rows, the first projection
+    and what the activation saves are kept for backward.
     """
     _check(spec, weights, rows, offsets, row_weights)
     dtype = compute_dtype(weights.up)
     weights = ExpertsWeights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
     sizes = (*weights.up.shape[1:], *weights.down.shape[1:])
     choice = choose_backend(rows.device, dtype, *sizes, backend=backend)
-    counts: list[int] = []
-    if choice.backend == "loop":
-        counts = counts_of(offsets, rows.shape[0])
-        num_used = sum(counts)
+    ends = offsets
+    if choice.backend == "loop":  # which takes no rows past the last offset
+        ends = offsets.cpu()
+        num_used = sum(counts_of(ends, rows.shape[0]))
     elif rows.shape[0] == 0:
         num_used = 0
 
@@ -86,15 +85,11 @@ def experts_forward(
         return touch(torch.zeros_like(given[0], dtype=wide), *inputs)
 
     product: Product
-    if choice.backend == "loop":
-        product = functools.partial(loop_mm, counts=counts)
-    elif choice.backend == "deep_gemm":
-        deep_gemm = DeepGemmProducts(offsets, rows.shape[0])
-        product = functools.partial(products_mm, products=deep_gemm)
-    elif choice.backend == "triton":
-        product = functools.partial(products_mm, products=triton_products(offsets, rows.shape[0]))
-    else:
+    if choice.backend == "grouped_mm":  # an operator, which torch.compile traces
         product = functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
+    else:
+        products = products_of(choice.backend, ends, rows.shape[0])
+        product = functools.partial(products_mm, products=products)
     out = _mlp(spec, weights, rows.to(dtype), offsets, product, past)
     if row_weights is not None:
         out = out * (row_weights if past is None else row_weights.masked_fill(past, 0))[:, None]

@@ -6,16 +6,14 @@ Shape letters: E experts held here, R rows, S slots, A and B sizes of one produc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import deep_gemm, triton_kernels
-from .rows import gather
+from .products import GroupedProducts, LoopProducts, Products
 
 Backend = Literal["grouped_mm", "triton", "loop", "deep_gemm"]
 BackendRequest = Literal["auto", Backend]
@@ -159,11 +157,6 @@ class _ProductsMM(torch.autograd.Function):
         return rows_grad, weight_grad, None
 
 
-def loop_mm(rows: Tensor, weight: Tensor, *, counts: list[int]) -> Tensor:
-    """As `grouped_mm`, one product per expert that has rows; `counts` sums to R."""
-    return products_mm(rows, weight, products=_LoopProducts(counts))
-
-
 def products_mm(rows: Tensor, weight: Tensor, *, products: Products) -> Tensor:
     """As `grouped_mm`, by `products`. Differentiable once."""
     out: Tensor = _ProductsMM.apply(rows, weight, products)
@@ -192,97 +185,6 @@ def counts_of(offsets: Tensor, num_rows: int) -> list[int]:
     return counts
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The rows of S slots, not copied yet: slot s is `rows[index[s]]`.
-
-    Attributes:
-        rows: [R, A].
-        index: [S] int64.
-    """
-
-    rows: Tensor
-    index: Tensor
-
-    def copied(self) -> Tensor:
-        """[S, A]."""
-        return gather(self.rows, self.index)
-
-
-class Products(Protocol):
-    """Matrix products of S slots grouped by expert. Plain computation, unknown to autograd."""
-
-    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
-        """`rows` [S, A] times each expert's part of `weight` [E, A, B]: [S, B]."""
-
-    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
-        """Per expert, `left` [S, A] transposed times `right` [S, B]: [E, A, B] of `dtype`.
-
-        Zero for an expert without slots.
-        """
-
-
-class _LoopProducts:
-    """One product per expert that has slots, written where it belongs.
-
-    Rows are taken expert by expert, so that the copies are small and still in the cache.
-    """
-
-    def __init__(self, counts: list[int]) -> None:
-        ends = list(accumulate(counts))
-        self.experts, self.slots = len(counts), ends[-1] if ends else 0
-        parts = enumerate(zip(counts, ends, strict=True))
-        self.groups = [(expert, end - count, end) for expert, (count, end) in parts if count]
-        self.empty = [expert for expert, count in enumerate(counts) if not count]
-
-    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
-        values = rows.rows if isinstance(rows, Taken) else rows
-        out = values.new_empty(self.slots, weight.shape[2])
-        for expert, start, end in self.groups:
-            matrix = weight[expert].to(values.dtype)
-            torch.mm(_part(rows, start, end), matrix, out=out[start:end])
-        return out
-
-    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
-        one, other = (x.rows if isinstance(x, Taken) else x for x in (left, right))
-        out = one.new_empty(self.experts, one.shape[1], other.shape[1], dtype=dtype)
-        for expert in self.empty:
-            out[expert].zero_()
-        for expert, start, end in self.groups:
-            one, other = _part(left, start, end).t(), _part(right, start, end)
-            if dtype is one.dtype:
-                torch.mm(one, other, out=out[expert])
-            else:
-                out[expert].copy_(one @ other)
-        return out
-
-
-def _part(rows: Tensor | Taken, start: int, end: int) -> Tensor:
-    """Slots from `start` to `end`."""
-    if isinstance(rows, Taken):
-        return rows.rows.index_select(0, rows.index[start:end])
-    return rows[start:end]
-
-
-class _GroupedProducts:
-    """By torch's grouped_mm: no host synchronization."""
-
-    def __init__(self, offsets: Tensor) -> None:
-        self.offsets = offsets.to(torch.int32)
-
-    def rows(self, rows: Tensor | Taken, weight: Tensor) -> Tensor:
-        rows = _copied(rows)
-        return torch.nn.functional.grouped_mm(rows, weight.to(rows.dtype), offs=self.offsets)
-
-    def matrices(self, left: Tensor | Taken, right: Tensor | Taken, dtype: torch.dtype) -> Tensor:
-        left, right = _copied(left), _copied(right)
-        return torch.nn.functional.grouped_mm(left.t(), right, offs=self.offsets).to(dtype)
-
-
-def _copied(rows: Tensor | Taken) -> Tensor:
-    return rows.copied() if isinstance(rows, Taken) else rows
-
-
 def choose_products(
     offsets: Tensor,
     num_slots: int,
@@ -292,22 +194,26 @@ def choose_products(
 ) -> Products:
     """The products of `num_slots` slots, by the backend of `choose_backend`."""
     chosen = choose_backend(offsets.device, dtype, *sizes, backend=backend).backend
-    if chosen == "grouped_mm":
-        return _GroupedProducts(offsets)
-    if chosen == "deep_gemm":
+    return products_of(chosen, offsets, num_slots)
+
+
+def products_of(backend: Backend, offsets: Tensor, num_slots: int) -> Products:
+    """The products of `num_slots` slots by a backend. The loop's cost one host synchronization.
+
+    Raises:
+        ValueError: by the loop, if the offsets fall or don't end at `num_slots`.
+    """
+    if backend == "grouped_mm":
+        return GroupedProducts(offsets)
+    if backend == "deep_gemm":
         return deep_gemm.DeepGemmProducts(offsets, num_slots)
-    if chosen == "triton":
-        return triton_products(offsets, num_slots)
+    if backend == "triton":
+        from .triton_kernels.products import TritonProducts
+
+        return TritonProducts(offsets, num_slots)
     counts = counts_of(offsets, num_slots)
     if sum(counts) != num_slots:
         raise ValueError(
             f"the last of offsets, {sum(counts)}, must be the number of slots, {num_slots}."
         )
-    return _LoopProducts(counts)
-
-
-def triton_products(offsets: Tensor, num_slots: int) -> Products:
-    """The products by this package's Triton kernels."""
-    from .triton_kernels.products import TritonProducts
-
-    return TritonProducts(offsets, num_slots)
+    return LoopProducts(counts)

@@ -27,8 +27,9 @@ from .activation import (
     scaled_activation_backward,
     try_activation,
 )
-from .grouped import BackendRequest, Products, Taken, choose_products, expert_of_slot
+from .grouped import BackendRequest, choose_products, expert_of_slot
 from .local import touch
+from .products import Products, Taken
 from .rows import accumulation_dtype, segment_sums, slots_by_row
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
 

@@ -54,7 +54,8 @@ class RoutedExperts(Protocol):
             weights: [S].
             offsets: [E], int32 or int64: the end of each expert's slots. The last one is S.
 
-        Costs no host synchronization, but by the backend `loop` on a GPU (`choose_backend`).
+        Costs no host synchronization, except by the backend `loop` on a GPU and by `deep_gemm` in
+        backward (one each).
         """
 
 

@@ -23,7 +23,7 @@ from ep_kernels import (
     triton_kernels,
 )
 from ep_kernels.activation import scaled_activation, scaled_activation_backward
-from ep_kernels.grouped import Taken
+from ep_kernels.products import Taken
 from ep_kernels.rows import gather, segment_sums, slots_by_row, sum_rows, take_rows
 from ep_kernels.triton_kernels import activation, products
 from ep_kernels.triton_kernels import rows as row_kernels

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ep_kernels.grouped import Taken
+from ep_kernels.products import Taken
 
 from .rows import with_unit_stride
 
@@ -158,7 +158,7 @@ def _matrices_kernel(
 
 
 class TritonProducts:
-    """`ep_kernels.grouped.Products` of S slots, of which those past the last offset give zeros.
+    """`ep_kernels.products.Products` of S slots, of which those past the last offset give zeros.
 
     Accumulated in float32. float32 is multiplied as TF32 only where torch's products are.
     """
