@@ -73,7 +73,7 @@ def test_operators_are_theirs() -> None:
 
 @pytest.mark.parametrize("size", [8, 9])
 def test_what_is_wanted_in_vain_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=r'backend="triton" cannot compute .* not for cpu'):
+    with pytest.raises(ValueError, match=r'backend "triton" cannot compute .* not for cpu'):
         choose_backend(torch.device("cpu"), torch.float32, size, backend="triton")
     with pytest.raises(ValueError, match=r"do not take torch\.float64"):
         choose_backend(torch.device("cuda", 0), torch.float64, size, backend="triton")
@@ -98,7 +98,7 @@ def test_choice_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     refusal = None if triton else "triton is not installed"
-    monkeypatch.setattr(ep_kernels.triton_kernels, "why_not", lambda _: refusal)
+    monkeypatch.setattr(ep_kernels.triton_kernels, "refusal", lambda _: refusal)
     device = torch.device("cuda", 0)
     assert choose_backend(device, torch.bfloat16, *sizes).backend == backend
     if triton:

@@ -61,24 +61,24 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def place_problem(device: torch.device) -> str | None:
-    """All that keeps `deep_gemm` from running on a device; on the meta device, if it is missing."""
-    problems = []
+def place_refusal(device: torch.device) -> str | None:
+    """All that keeps `deep_gemm` from running on a device; on the meta device, that it is missing."""
+    refusals = []
     has = capability(device)
     # Where weights on the meta device will be is not known yet.
     if device.type != "meta" and (has is None or has[0] not in _ARCHITECTURES):
-        got = f"the weights are on {device.type}" if has is None else f"this one has {has}"
-        problems.append(
+        got = f"got {device.type}" if has is None else f"this one has {has}"
+        refusals.append(
             f"deep_gemm needs a GPU of compute capability 9.x or 10.x (Hopper, Blackwell), {got}"
         )
     try:
         load_library()
     except ImportError as error:
-        problems.append(str(error))
-    return "; ".join(problems) or None
+        refusals.append(str(error))
+    return "; ".join(refusals) or None
 
 
-def problem(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
+def products_refusal(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
     """What keeps `DeepGemmProducts` from computing products of such sizes."""
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace deep_gemm"
@@ -86,7 +86,7 @@ def problem(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> s
         return f"deep_gemm multiplies bfloat16, not {dtype}"
     if odd := [size for size in sizes if size % _STEP]:
         return f"deep_gemm needs sizes that are multiples of {_STEP}: {odd}"
-    return place_problem(device)
+    return place_refusal(device)
 
 
 @dataclass(frozen=True)

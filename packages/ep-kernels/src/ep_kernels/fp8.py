@@ -10,6 +10,7 @@ R rows, S slots, M rows of the padded layout ([Note: the padded layout] in deep_
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,12 @@ from torch import Tensor, nn
 
 from .deep_gemm import PaddedLayout, capability, load_library
 from .local import local_tensor
-from .rows import sum_rows
+from .rows import accumulation_dtype, sum_rows
 
 _BLOCK = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_POWERS_OF_TWO = (
-    10  # from this major compute capability on, DeepGEMM takes a scale's exponent alone
-)
+# The major compute capability from which on DeepGEMM takes a scale's exponent alone.
+_EXPONENT_SCALES_FROM = 10
 
 
 class FP8Weights(NamedTuple):
@@ -37,26 +37,60 @@ class FP8Weights(NamedTuple):
     down_scale: Tensor
 
 
+@dataclass(frozen=True)
+class FP8Spec:
+    """How an experts module stored in FP8 is put together.
+
+    Attributes:
+        up: name of the first weight.
+        down: name of the second weight. Each has its scales under its name with `_scale_inv`.
+        activation: name of the module's own way from the first projection to the second one's input.
+    """
+
+    up: str
+    down: str
+    activation: str
+
+    @classmethod
+    def from_module(cls, experts: nn.Module) -> FP8Spec:
+        """The spec of a module that `holds_fp8`. Reads one attribute."""
+        if getattr(experts, "has_gate", True):
+            return cls("gate_up_proj", "down_proj", "_apply_gate")
+        return cls("up_proj", "down_proj", "act_fn")
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """Of the parameters, in the order of `FP8Weights`."""
+        return self.up, f"{self.up}_scale_inv", self.down, f"{self.down}_scale_inv"
+
+    def activate(self, experts: nn.Module, pre: Tensor) -> Tensor:
+        """From the first projection [M, U] to the second one's input [M, I]."""
+        out: Tensor = getattr(experts, self.activation)(pre)
+        return out
+
+    def read_weights(self, experts: nn.Module) -> FP8Weights:
+        """The present weights as plain tensors; a sharded one (DTensor) as its local part."""
+        return FP8Weights(*(_local(experts, name).detach() for name in self.names))
+
+
 def holds_fp8(experts: nn.Module) -> bool:
     """Whether a module's experts are stored in FP8, by their second projection."""
     weight = experts._parameters.get("down_proj")
     return weight is not None and weight.dtype is torch.float8_e4m3fn
 
 
-def fp8_problem(experts: nn.Module) -> str | None:
+def fp8_refusal(spec: FP8Spec, experts: nn.Module) -> str | None:
     """Why `fp8_mlp` can't compute a module that `holds_fp8`. Looks at dtypes and shapes only."""
     kind = type(experts).__name__
-    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
-    names = (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")
-    if missing := [name for name in names if experts._parameters.get(name) is None]:
+    if missing := [name for name in spec.names if experts._parameters.get(name) is None]:
         return f"{kind} has no parameter {', '.join(missing)}"
     if getattr(experts, "activation_scheme", "dynamic") != "dynamic":
         return f"{kind} has fixed scales for its activations; deep_gemm needs a scale per row"
     if getattr(experts, "has_bias", False):
         return f"{kind} has biases"
-    device = experts._parameters["down_proj"].device  # type: ignore[union-attr]
+    device = experts._parameters[spec.down].device  # type: ignore[union-attr]
     has = None if device.type == "meta" else capability(device)
-    for name in (up, "down_proj"):
+    for name in (spec.up, spec.down):
         weight, scale = (_local(experts, n) for n in (name, f"{name}_scale_inv"))
         if weight.dtype is not torch.float8_e4m3fn:
             return f"{kind}.{name} is {weight.dtype}, not torch.float8_e4m3fn"
@@ -71,19 +105,12 @@ def fp8_problem(experts: nn.Module) -> str | None:
             )
         if scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
             return f"{kind}.{name}_scale_inv must be float32 or float8_e8m0fnu, got {scale.dtype}"
-        if has is not None and has[0] >= _POWERS_OF_TWO and scale.dtype is torch.float32:
+        if has is not None and has[0] >= _EXPONENT_SCALES_FROM and scale.dtype is torch.float32:
             return (
                 f"{kind}.{name}_scale_inv is float32, but on a GPU of compute capability {has} "
                 "scales must be powers of two (float8_e8m0fnu)"
             )
     return None
-
-
-def read_fp8_weights(experts: nn.Module) -> FP8Weights:
-    """A module's present weights as plain tensors; a sharded one (DTensor) as its local part."""
-    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
-    names = (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")
-    return FP8Weights(*(_local(experts, name).detach() for name in names))
 
 
 def _local(experts: nn.Module, name: str) -> Tensor:
@@ -140,7 +167,7 @@ def fp8_mlp(
         return torch.zeros_like(rows)
     library = load_library()
     has = capability(rows.device)
-    powers_of_two = has is not None and has[0] >= _POWERS_OF_TWO
+    powers_of_two = has is not None and has[0] >= _EXPONENT_SCALES_FROM
     alignment = library.get_mk_alignment_for_contiguous_layout()
     layout = PaddedLayout.build(offsets, row_of_slot.shape[0], alignment)
 
@@ -159,6 +186,6 @@ def fp8_mlp(
     values, scales = quantize(hidden, powers_of_two=powers_of_two)
     out = layout.unpadded(project(values, scales, parameters.down, parameters.down_scale))
     past = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
-    wide = torch.promote_types(weights.dtype, torch.float32)
+    wide = accumulation_dtype(weights.dtype)
     out = out.masked_fill_(past[:, None], 0) * weights.to(wide).masked_fill(past, 0)[:, None]
     return sum_rows(out, row_of_slot, rows.shape[0], rows.dtype)

@@ -54,8 +54,6 @@ def choose_backend(
     if _offsets_are_at_hand(device):
         return Choice("loop", f"one product per expert is the fastest way for {dtype} on a CPU")
     if refusal := _grouped_mm_refusal(device, dtype, sizes):
-        # Before grouped_mm as well it might pay, for the gather that it saves: that is unmeasured on
-        # a GPU, as is this. A loop waits for the offsets and launches a product per expert.
         by_triton = _triton_refusal(device, dtype, sizes) is None
         return Choice("triton" if by_triton else "loop", refusal)
     return Choice("grouped_mm", "torch's grouped_mm takes this device, dtype and sizes")
@@ -68,12 +66,15 @@ def check_backend(backend: BackendRequest, device: torch.device | None = None) -
         raise ValueError(f"backend={backend!r} is unknown; known are {known}.")
     if device is None or backend != "deep_gemm":
         return
-    if refusal := deep_gemm.place_problem(device):
+    if refusal := deep_gemm.place_refusal(device):
         raise ValueError(_refused(backend, refusal))
 
 
 def _refused(backend: Backend, refusal: str) -> str:
-    return f'backend="{backend}" cannot compute these experts: {refusal}. Use backend="auto".'
+    return (
+        f'the backend "{backend}" cannot compute these experts: {refusal}. "auto", the default, finds '
+        "one that can."
+    )
 
 
 def _grouped_mm_refusal(
@@ -96,14 +97,14 @@ def _grouped_mm_refusal(
 def _triton_refusal(device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile can't trace the Triton products"
-    return triton_kernels.why_no_products(device, dtype)
+    return triton_kernels.products_refusal(device, dtype)
 
 
 # What each backend says to products that it can't compute; None to others.
 _REFUSALS: dict[Backend, Callable[[torch.device, torch.dtype, Sequence[int]], str | None]] = {
     "grouped_mm": _grouped_mm_refusal,
     "loop": lambda *_: None,
-    "deep_gemm": deep_gemm.problem,
+    "deep_gemm": deep_gemm.products_refusal,
     "triton": _triton_refusal,
 }
 

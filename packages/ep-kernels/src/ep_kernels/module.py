@@ -5,15 +5,16 @@ Shape letters: H hidden size, E experts held here, R rows, J slots of a row, S v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-from .deep_gemm import place_problem
+from .deep_gemm import place_refusal
 from .experts import experts_forward
-from .fp8 import fp8_mlp, fp8_problem, holds_fp8, read_fp8_weights
+from .fp8 import FP8Spec, fp8_mlp, fp8_refusal, holds_fp8
 from .grouped import BackendRequest, check_backend, expert_of_slot
 from .local import local_parameters, touch
 from .mlp import Recompute, choose_way, experts_mlp
@@ -92,16 +93,14 @@ def module_experts_forward(
     device = next((parameter.device for parameter in experts.parameters()), None)
     check_backend(backend, device)
     if backend == "deep_gemm" and holds_fp8(experts):
-        if refusal := fp8_problem(experts):
-            raise ValueError(f'backend="deep_gemm" cannot compute FP8 experts: {refusal}.')
         return _FP8Experts(experts)
     spec = ExpertsSpec.from_module(experts)
     if spec is not None:
         return _ModuleExperts(experts, spec, recompute, backend)
     if backend != "auto":
         raise ValueError(
-            f"backend={backend!r} is for experts that are understood; {why_not(experts)}. "
-            'Use backend="auto", which calls their own forward.'
+            f'the backend "{backend}" is for experts that are understood; {why_not(experts)}. "auto", '
+            "the default, calls their own forward."
         )
     return compacted_forward(experts.forward, lambda: _num_experts(experts), experts)
 
@@ -186,10 +185,12 @@ class _FP8Experts:
     """Experts stored in FP8, computed by DeepGEMM."""
 
     def __init__(self, experts: nn.Module) -> None:
-        self._experts = experts
+        self._experts, self._spec = experts, FP8Spec.from_module(experts)
+        if refusal := fp8_refusal(self._spec, experts):
+            raise ValueError(_refused_fp8(refusal))
 
     def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
-        num_experts = read_fp8_weights(self._experts).up.shape[0]
+        num_experts = self._spec.read_weights(self._experts).up.shape[0]
         row_of_slot, weights, offsets, _ = _sorted_slots(
             rows, local_expert_ids, weights, num_experts
         )
@@ -198,18 +199,25 @@ class _FP8Experts:
     def grouped(
         self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
     ) -> Tensor:
-        parameters = read_fp8_weights(self._experts)
+        parameters = self._spec.read_weights(self._experts)
         check_slots(rows, row_of_slot, weights, offsets, parameters.up.shape[0])
         if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
             raise RuntimeError(
                 "experts stored in FP8 have no backward; call them under torch.no_grad() or "
                 "torch.inference_mode(), or load them dequantized to train them."
             )
-        if refusal := fp8_problem(self._experts) or place_problem(rows.device):
-            raise ValueError(f'backend="deep_gemm" cannot compute FP8 experts: {refusal}.')
-        name = "_apply_gate" if getattr(self._experts, "has_gate", True) else "act_fn"
-        activate: Callable[[Tensor], Tensor] = getattr(self._experts, name)
+        refusal = fp8_refusal(self._spec, self._experts) or place_refusal(rows.device)
+        if refusal:
+            raise ValueError(_refused_fp8(refusal))
+        activate = functools.partial(self._spec.activate, self._experts)
         return fp8_mlp(parameters, activate, rows, row_of_slot, weights, offsets)
+
+
+def _refused_fp8(refusal: str) -> str:
+    return (
+        f'the backend "deep_gemm" cannot compute these FP8 experts: {refusal}. Change that, or load '
+        "them dequantized."
+    )
 
 
 def compacted_forward(

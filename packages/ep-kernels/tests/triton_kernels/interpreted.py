@@ -55,7 +55,7 @@ def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take CPU tensors too, in blocks that few rows fill; new memory holds NaN."""
     assert isinstance(row_kernels._sum_kernel, interpreter.InterpretedFunction)
     monkeypatch.setattr(triton_kernels, "takes", take_any_device)
-    monkeypatch.setattr(triton_kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(triton_kernels, "refusal", lambda _: None)
     monkeypatch.setattr(ep_kernels.module, "_compacts", lambda *_: False)
     monkeypatch.setattr(row_kernels, "_BLOCK", 32)
     monkeypatch.setattr(activation, "_BLOCK", 32)

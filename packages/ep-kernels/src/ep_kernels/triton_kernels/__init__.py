@@ -26,19 +26,19 @@ def takes(*tensors: Tensor) -> bool:
         tensors[0].device.type == "cuda"
         and not torch.compiler.is_compiling()
         and all(type(t) in (Tensor, nn.Parameter) and t.dtype in _DTYPES for t in tensors)
-        and why_not(tensors[0].device) is None
+        and refusal(tensors[0].device) is None
     )
 
 
-def why_no_products(device: torch.device, dtype: torch.dtype) -> str | None:
+def products_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the grouped products don't run on `device` in `dtype`; None if they do."""
     if dtype not in _PRODUCT_DTYPES:
         return f"the Triton products do not take {dtype}"
-    return why_not(device)
+    return refusal(device)
 
 
 @functools.cache
-def why_not(device: torch.device) -> str | None:
+def refusal(device: torch.device) -> str | None:
     """Why Triton does not run on `device`; None if it does. Imports triton on CUDA."""
     if device.type != "cuda":
         return f"the Triton kernels are for CUDA, not for {device.type}"
