@@ -55,17 +55,17 @@ def load_library() -> ModuleType:
     Raises:
         ImportError: it cannot be imported, or has no Mega MoE; the message says which.
     """
+    advice = "install sgl-deep-gemm, or DeepGEMM 2.5 or newer from its sources"
     try:
         library = importlib.import_module("deep_gemm")
     except Exception as error:  # its import runs code that looks for a CUDA toolkit
         raise ImportError(
-            f"the package deep_gemm cannot be imported ({type(error).__name__}: {error}); install "
-            "DeepGEMM 2.5 or newer (https://github.com/deepseek-ai/DeepGEMM)"
+            f"the package deep_gemm cannot be imported ({type(error).__name__}: {error}); {advice}"
         ) from error
     if missing := [name for name in _FUNCTIONS if not hasattr(library, name)]:
         raise ImportError(
             f"deep_gemm {getattr(library, '__version__', '(no version)')} has no Mega MoE (it lacks "
-            f"{', '.join(missing)}); install DeepGEMM 2.5 or newer"
+            f"{', '.join(missing)}); {advice}"
         )
     return library
 

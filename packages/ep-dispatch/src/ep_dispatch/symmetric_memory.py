@@ -109,7 +109,7 @@ class SymmetricMemory(EPImplementation):
     slices over TP as `AllToAll` does, and keeps the routing in a checkpointed region as it does.
 
     The ranks of an EP group must be on one machine: GPUs with access to each other's memory, where rows
-    are written by a Triton kernel, or CPU processes, over shared memory. It has not run on a GPU yet.
+    are written by a Triton kernel, or CPU processes, over shared memory.
 
     Args:
         experts_forward: see `EPImplementation`. Slots without a token have the skip id. On CUDA it is

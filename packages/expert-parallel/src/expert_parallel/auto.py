@@ -22,10 +22,10 @@ class _Sharded:
             **kwargs: as for transformers, and `distributed_config` (a `DistributedConfig`, a dict
                 of its fields, or native transformers' object): every rank must call then.
                 `experts_implementation` not given (or None) computes experts by `ep_kernels`,
-                whatever the checkpoint's config names; `"deep_gemm"` does so with that backend;
-                `"deepgemm_megamoe"` stands for the `ep_implementation` of that name; any other
-                name computes them by transformers' own implementation of that name.
-                `experts_recompute` and `ep_options` are those of `parallelize`.
+                whatever the checkpoint's config names; `"deepgemm_megamoe"` stands for the
+                `ep_implementation` of that name; any other name computes them by transformers' own
+                implementation of that name.
+                `experts_recompute`, `experts_backend` and `ep_options` are those of `parallelize`.
 
         Raises:
             ValueError: the config does not fit the model or the number of processes, or the files

@@ -35,8 +35,6 @@ from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
 from expert_parallel.shards import box_of, home_of, replacement
 
 _READING = "Loading the checkpoint"
-# Implementations of experts that are a backend of ep_kernels; transformers has none of that name.
-_BACKENDS: dict[str, BackendRequest] = {"deep_gemm": "deep_gemm"}
 _REPORT = "_expert_parallel_load_report"
 
 
@@ -54,6 +52,7 @@ def load(
     experts_implementation: str | None = None,
     experts_recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
+    experts_backend: BackendRequest = "auto",
     **kwargs: Any,
 ) -> Any:
     """Call `from_pretrained` so that each rank reads its shards; every rank must call.
@@ -71,26 +70,27 @@ def load(
                 f"{name}={kwargs[name]!r} can't be combined with distributed_config, which decides "
                 f"where everything goes. Leave {name} out."
             )
-    backend: BackendRequest = "auto"
-    if experts_implementation in _BACKENDS and config.ep_implementation != "deepgemm_megamoe":
-        backend, experts_implementation = _BACKENDS[experts_implementation], None
     if experts_implementation is not None:
         config, experts_implementation = _select_implementation(config, experts_implementation)
     if experts_implementation is not None:
         kwargs["experts_implementation"] = experts_implementation
-        if experts_recompute != "none":
-            raise ValueError(
-                f"experts_recompute={experts_recompute!r} is for experts that ep_kernels computes, but "
-                f"experts_implementation={experts_implementation!r} computes them itself. Leave one of "
-                "them out."
-            )
+        for name, value, default in (
+            ("experts_recompute", experts_recompute, "none"),
+            ("experts_backend", experts_backend, "auto"),
+        ):
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} is for experts that ep_kernels computes, but "
+                    f"experts_implementation={experts_implementation!r} computes them itself. Leave "
+                    "one of them out."
+                )
     check_ep_options(config, ep_options or {})
     loader = _Loader(
         config,
         own_experts=experts_implementation is None,
         recompute=experts_recompute,
         ep_options=ep_options,
-        backend=backend,
+        backend=experts_backend,
     )
     try:
         with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):

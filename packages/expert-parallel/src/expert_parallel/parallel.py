@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 import ep_plans
 from ep_dispatch import ExpertsForward
+from ep_dispatch.implementation import MEGAMOE
 from ep_kernels import BackendRequest, Recompute, compacted_forward, module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
@@ -56,8 +57,9 @@ def parallelize(
         ep_options: further settings of the `ep_implementation`, the same on all ranks. Those of
             "all_to_all" (and "auto", for the calls that it runs): `num_chunks`, `max_rows`,
             `wire_dtype`, see `ep_dispatch.AllToAll`.
-        experts_backend: who computes the experts' matrix products: `"deep_gemm"`, or what
-            `ep_kernels.choose_backend` finds best (`"auto"`). What it can't compute is an error.
+        experts_backend: who computes the matrix products of the experts that an EP plan dispatches:
+            `"deep_gemm"`, `"triton"`, `"grouped_mm"`, `"loop"`, or what `ep_kernels.choose_backend`
+            finds best (`"auto"`). What it can't compute is an error.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -110,10 +112,18 @@ def shard_model(
         raise ValueError(
             f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
         )
+    if backend not in get_args(BackendRequest):
+        known = ", ".join(get_args(BackendRequest))
+        raise ValueError(f"experts_backend={backend!r} is unknown; known are {known}.")
     if backend != "auto" and config.ep_size == 1:
         raise ValueError(
-            f"{backend} computes the experts that an EP plan dispatches, but ep_size=1. Set ep_size, or "
-            "leave it out."
+            f'experts_backend="{backend}" is for experts that an EP plan dispatches, got ep_size=1; '
+            "set ep_size, or leave it out."
+        )
+    if backend != "auto" and config.ep_implementation == MEGAMOE:
+        raise ValueError(
+            f'ep_implementation="{MEGAMOE}" computes the experts itself, but '
+            f'experts_backend="{backend}". Leave one of them out.'
         )
     make: Callable[[nn.Module], ExpertsForward] = _module_forward
     if own_experts:

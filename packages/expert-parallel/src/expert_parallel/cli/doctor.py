@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import itertools
 import platform
 from dataclasses import dataclass
 
@@ -96,7 +98,6 @@ def implementations() -> list[Finding]:
         "all_to_all": "routed tokens move; any layout",
         "all_to_all_hierarchical": "the same in two hops, between nodes and inside them",
         "all_reduce": "outputs are summed; ep_size == tp_size",
-        "symmetric_memory": "rows written into other ranks' memory; EP group on one machine",
         "auto": "all_reduce at inference where a group shares a batch, else all_to_all",
     }
     found = []
@@ -105,9 +106,28 @@ def implementations() -> list[Finding]:
             problems = _megamoe_problems()
             note = "; ".join(problems) or "FP4 experts, inference; ep_size == tp_size"
             found.append(Finding(name, not problems, note))
+        elif name == "symmetric_memory":
+            found.append(_symmetric_memory())
         else:
             found.append(Finding(name, True, what.get(name, "registered by you")))
     return found
+
+
+def _symmetric_memory() -> Finding:
+    """What each rank of an EP group looks at when it makes its buffer."""
+    name = "symmetric_memory"
+    what = "rows written into other ranks' memory; EP group on one machine"
+    if not torch.cuda.is_available():
+        return Finding(name, True, f"{what}, here of CPU processes")
+    refusals = []
+    if importlib.util.find_spec("triton") is None:
+        refusals.append("its kernel needs triton; pip install triton")
+    refusals += [
+        f"GPU {one} cannot access the memory of GPU {other}"
+        for one, other in itertools.permutations(range(torch.cuda.device_count()), 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    return Finding(name, not refusals, "; ".join(refusals) or what)
 
 
 def _megamoe_problems() -> list[str]:
@@ -132,7 +152,7 @@ def kernels() -> list[Finding]:
     except ValueError as error:
         found.append(Finding("deep_gemm", False, " ".join(str(error).split())))
     else:
-        found.append(Finding("deep_gemm", True, 'asked for by experts_implementation="deep_gemm"'))
+        found.append(Finding("deep_gemm", True, 'asked for by experts_backend="deep_gemm"'))
     return found
 
 
