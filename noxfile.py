@@ -111,6 +111,8 @@ def triton(session: nox.Session) -> None:
     packages = "./packages/ep-kernels[triton]", "./packages/ep-dispatch", "./tools/ep-testing"
     install(session, *packages, *group("test"))
     session.run("pytest", "packages/ep-kernels/tests/test_triton.py", env=TEST_ENV)
+    buffers = "packages/ep-dispatch/tests/test_symmetric_memory.py"
+    session.run("pytest", buffers, "-k", "kernel", env=TEST_ENV)
 
 
 @nox.session
