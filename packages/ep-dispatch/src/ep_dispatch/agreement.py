@@ -18,6 +18,7 @@ from .links import GradNeeds
 
 __all__ = ["Notice", "agree"]
 
+_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 _GRAD, _HIDDEN, _WEIGHTS, _EXPERTS, _REFUSED = 1, 2, 4, 8, 16
 
 
@@ -35,6 +36,8 @@ class Notice:
         width: H, or 0 if it is not known yet.
         dtype: of the hidden states, or None if it is not known yet.
         weights_dtype: of the routing weights.
+        wire: what its rows are cast to while they travel.
+        bound: on the rows that may come, 0 if there is none.
         refused: the rank's own inputs are wrong: it is about to raise.
         bad_ids: some of its expert ids are out of range.
     """
@@ -49,10 +52,12 @@ class Notice:
     width: int = 0
     dtype: torch.dtype | None = None
     weights_dtype: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    bound: int = 0
     refused: bool = False
     bad_ids: bool = False
 
-    LENGTH: ClassVar[int] = 7
+    LENGTH: ClassVar[int] = 8
 
     def encode(self) -> list[int]:
         """As integers; the last is for `bad_ids`, which is known on the device."""
@@ -60,13 +65,17 @@ class Notice:
             _GRAD * self.grad + _HIDDEN * self.hidden + _WEIGHTS * self.weights
             + _EXPERTS * self.experts + _REFUSED * self.refused
         )  # fmt: skip
-        dtypes = 16 * _code(self.dtype) + _code(self.weights_dtype)
-        return [self.rank, flags, self.tokens, self.batch, self.width, dtypes, int(self.bad_ids)]
+        dtypes = sum(
+            _code(dtype) << shift
+            for dtype, shift in ((self.wire, 8), (self.dtype, 4), (self.weights_dtype, 0))
+        )
+        facts = [self.rank, flags, self.tokens, self.batch, self.width, dtypes, self.bound]
+        return [*facts, int(self.bad_ids)]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Notice:
         """The inverse of `encode`."""
-        rank, flags, tokens, batch, width, dtypes, bad_ids = values
+        rank, flags, tokens, batch, width, dtypes, bound, bad_ids = values
         return cls(
             rank=rank,
             grad=bool(flags & _GRAD),
@@ -76,19 +85,21 @@ class Notice:
             tokens=tokens,
             batch=batch,
             width=width,
-            dtype=_dtype(dtypes // 16),
-            weights_dtype=_dtype(dtypes % 16),
+            dtype=_dtype(dtypes >> 4 & 15),
+            weights_dtype=_dtype(dtypes & 15),
+            wire=_dtype(dtypes >> 8),
+            bound=bound,
             refused=bool(flags & _REFUSED),
             bad_ids=bool(bad_ids),
         )
 
 
 def _code(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else 1 + DTYPES.index(dtype)
+    return 0 if dtype is None else 1 + _DTYPES.index(dtype)
 
 
 def _dtype(code: int) -> torch.dtype | None:
-    return None if code == 0 else DTYPES[code - 1]
+    return None if code == 0 else _DTYPES[code - 1]
 
 
 def agree(notices: Sequence[Notice]) -> GradNeeds | None:
@@ -110,6 +121,10 @@ def agree(notices: Sequence[Notice]) -> GradNeeds | None:
     _same(
         "hidden states of one width and dtype, and routing weights of one dtype",
         {rank: (n.width, n.dtype, n.weights_dtype) for rank, n in by_rank.items()},
+    )
+    _same(
+        "one wire_dtype and one bound on rows",
+        {rank: (n.wire, n.bound or None) for rank, n in by_rank.items()},
     )
     _same(
         "one grad mode (all with gradients, or all under torch.no_grad)",

@@ -11,12 +11,14 @@ the EP group, N = rows sent, R = rows received, S = slots received.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .agreement import Notice
 from .collectives import gather_over_group
 from .compiling import as_written
 from .implementation import ExpertsForward, add_shared
@@ -31,7 +33,7 @@ from .pending import Pending
 from .plan import ChunkedRouting, DispatchPlan, ReceivedRows, Routing, Ticket
 from .routed import RoutedImplementation
 from .rows import gather_rows, sum_rows
-from .wire import WIRE_DTYPES, backward_dtype
+from .wire import WIRE_DTYPES, sums_dtype
 
 __all__ = ["AllToAll"]
 
@@ -58,7 +60,8 @@ class AllToAll(RoutedImplementation):
     Args:
         experts_forward: see `EPImplementation`.
         wire_dtype: what rows are cast to while they travel, if that is narrower: bfloat16, float16, or
-            float8_e4m3fn with a scale per row (then partial sums and gradients travel in bfloat16).
+            float8_e4m3fn with a scale per row (then partial sums travel in bfloat16). Gradients travel in
+            bfloat16, for its range.
             None: the hidden states' dtype. The same on all ranks.
         num_chunks: into how many contiguous parts a call's tokens are cut, so that one's rows travel
             while the experts run on another's (see `_run_chunks`). The output is the same. Worth it where
@@ -71,7 +74,7 @@ class AllToAll(RoutedImplementation):
             bound. The same on all ranks.
         settings: see `EPImplementation`.
 
-    Cost of a forward: one all-to-all of `E/P + 8` integers a rank pair and one host synchronization to
+    Cost of a forward: one all-to-all of `E/P + 9` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
     integer indices. With `max_rows` one all-reduce of an integer and its host synchronization; if it is
@@ -145,8 +148,7 @@ class AllToAll(RoutedImplementation):
         parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
         run = self._run_rounds if routing.rounds else self._run_chunks
         _, outputs = run(routing.chunks, parts, weights, needs, link, meanwhile)
-        rows = join_parameters(torch.cat(outputs), self._idle_parameters(routing.chunks))
-        return self._gather(rows, routing.num_tokens)
+        return self._gather(torch.cat(outputs), routing.num_tokens)
 
     def _run_chunks(
         self,
@@ -179,6 +181,8 @@ class AllToAll(RoutedImplementation):
             if number + 1 < len(chunks):
                 link = there[number + 1].start(link)
             rows = self.run_on(chunk.received(arrived, weights[number]))
+            # Here, so that the way to an idle parameter leads through the exchanges on every rank.
+            rows = join_parameters(rows, self._idle_parameters([chunk]))
             del arrived
             rows = _checked(rows, chunk, parts[number].shape[1]).to(parts[number].dtype)
             back.append(Journey(self._back(rows, chunk), linked=link is not None))
@@ -236,7 +240,7 @@ class AllToAll(RoutedImplementation):
             RuntimeError: another rank's inputs are, or the ranks' inputs do not fit together. Both are
                 raised before any row moves, on every rank of the EP group.
 
-        Cost: one all-to-all of `E/P + 8` integers a rank pair, one host synchronization, one all-to-all
+        Cost: one all-to-all of `E/P + 9` integers a rank pair, one host synchronization, one all-to-all
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """
@@ -351,12 +355,16 @@ class AllToAll(RoutedImplementation):
 
     def _back(self, rows: Tensor, plan: Routing) -> Legs:
         """From the experts' outputs to the sums of this rank's tokens."""
-        wire = backward_dtype(self.wire_dtype)
+        wire = sums_dtype(self.wire_dtype)
         for stage, hop in zip(reversed(self.stages), reversed(plan.hops), strict=True):
             if stage.size > 1:
                 rows = yield rows, stage.row_exchange(hop, wire, self.phase("combine"), back=True)
             rows = sum_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
         return rows
+
+    def _notice(self, top_k_weights: Tensor, hidden_states: Tensor | None) -> Notice:
+        notice = super()._notice(top_k_weights, hidden_states)
+        return replace(notice, wire=self.wire_dtype, bound=self.max_rows or 0)
 
     def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
         """The tokens of all slices."""

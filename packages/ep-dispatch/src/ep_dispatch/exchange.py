@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from .collectives import _all_to_all, _start_all_to_all
 from .phase import Phase
-from .wire import backward_dtype, decode, encode
+from .wire import decode, encode, gradient_dtype
 
 __all__ = ["Flight", "RowExchange", "SlotExchange"]
 
@@ -53,7 +53,7 @@ class RowExchange:
         group: the ranks.
         send, receive: rows to and from each.
         phase: its name in an error.
-        wire: what they are cast to on the way there; `wire.backward_dtype` of it on the way back.
+        wire: what they are cast to on the way there; `wire.gradient_dtype` of it on the way back.
     """
 
     group: ProcessGroup
@@ -68,7 +68,7 @@ class RowExchange:
 
     def start_back(self, gradient: Tensor) -> Flight:
         """One all-to-all, the other way, which goes on by itself."""
-        wire = backward_dtype(self.wire)
+        wire = gradient_dtype(self.wire)
         phase = self.phase.backward()
         return Flight(gradient, self.group, self.receive, self.send, wire, phase)
 

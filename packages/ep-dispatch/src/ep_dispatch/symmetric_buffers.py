@@ -183,7 +183,7 @@ def shared_buffer(
         # Written to in every mode, so made in none.
         with torch.inference_mode(False), torch.no_grad():
             make = _make_on_cuda if device.type == "cuda" else _make_shared
-            buffer = held.buffer = make(group, needed, device)
+            buffer = held.buffer = make(group, needed)
     buffer.captured |= capturing()
     return buffer
 
@@ -210,31 +210,38 @@ def _refuse_alike(group: ProcessGroup, problem: str | None) -> None:
         )
 
 
-def _one_machine(group: ProcessGroup) -> None:
-    hosts = _told(group, socket.gethostname())
+def _one_machine(group: ProcessGroup, words: int) -> None:
+    told = _told(group, (socket.gethostname(), words))
+    hosts, sizes = ([one[i] for one in told] for i in (0, 1))
     if len(set(hosts)) > 1:
         raise RuntimeError(
             'ep_implementation="symmetric_memory" needs all ranks of an EP group on one machine, got '
             f"hosts {hosts} by EP rank; use an ep_size that divides the ranks of a machine, or "
             '"all_to_all_hierarchical".'
         )
+    if len(set(sizes)) > 1:
+        raise RuntimeError(
+            "the ranks of an EP group must be given the same max_tokens and max_rows_per_pair, they want "
+            f"buffers of {[size * _WORD for size in sizes]} bytes, by EP rank."
+        )
 
 
-def _make_shared(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
+def _make_shared(group: ProcessGroup, words: int) -> Buffer:
     """Each rank makes a file, all map it, and its name goes before anything is written there."""
-    _one_machine(group)
+    _one_machine(group, words)
     folder = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
-    path, problem = "", None
+    file, path, problem = None, "", None
     mapped: list[Tensor] = []
     try:
         try:
             file, path = tempfile.mkstemp(prefix="ep-dispatch-", dir=folder)
-            try:
-                # Without pages behind it, the first write would end the process.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file, 0, words * _WORD)
-            finally:
-                os.close(file)
+            if Path("/proc/self/fd").is_dir():
+                # Its name goes at once, so that nothing is left of a rank that is killed here.
+                Path(path).unlink()
+                path = f"/proc/{os.getpid()}/fd/{file}"
+            # Without pages behind it, the first write would end the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, words * _WORD)
         except OSError as error:
             problem = f"no {words * _WORD} bytes of shared memory in {folder} ({error})"
         _refuse_alike(group, problem)
@@ -245,13 +252,15 @@ def _make_shared(group: ProcessGroup, words: int, device: torch.device) -> Buffe
             problem = f"the shared memory of another rank cannot be mapped ({error})"
         _refuse_alike(group, problem)
     finally:
-        if path:
+        if file is not None:
+            os.close(file)
+        if path and not path.startswith("/proc"):
             Path(path).unlink()
     return SharedBuffer(mapped, dist.get_rank(group))
 
 
-def _make_on_cuda(group: ProcessGroup, words: int, device: torch.device) -> Buffer:
-    _one_machine(group)
+def _make_on_cuda(group: ProcessGroup, words: int) -> Buffer:
+    _one_machine(group, words)
     mine = torch.device("cuda", torch.cuda.current_device())
     problem = None
     try:

@@ -13,7 +13,7 @@ Sizes that depend on C alone, as the low-latency kernels of DeepEP have them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -118,7 +118,7 @@ class SymmetricMemory(EPImplementation):
         max_tokens: the largest T that any rank will hold, the same on all. Nothing is then agreed on per
             call: C is fixed, so that CUDA graphs can be captured after a call of each layer (warm-up), and
             each rank checks its own input, as `AllReduce` does. None: each call agrees on its largest T
-            and its input, by an all-gather of eight integers a rank and a host synchronization.
+            and its input, by an all-gather of nine integers a rank and a host synchronization.
         max_rows_per_pair: C, if it is less than the worst case, where all tokens of a rank go to one. A routing
             that needs more is an error: on the CPU at once, on all ranks; on CUDA the output and the
             gradients of rows that were sent are NaN, and on each rank a later call, or `check`, raises.
@@ -245,6 +245,10 @@ class SymmetricMemory(EPImplementation):
         needs = agree(notices) or GradNeeds()
         capacity = self._capacity(max(notice.tokens for notice in notices))
         return _Call(top_k_index, capacity, max(numbers[0] for numbers in told), needs)
+
+    def _notice(self, top_k_weights: Tensor, hidden_states: Tensor | None) -> Notice:
+        notice = super()._notice(top_k_weights, hidden_states)
+        return replace(notice, bound=self.max_rows_per_pair or 0)
 
     def _assume(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Call:
         """What holds for every call, if the largest batch is given."""

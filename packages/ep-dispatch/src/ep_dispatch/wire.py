@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["WIRE_DTYPES", "backward_dtype", "decode", "encode"]
+__all__ = ["WIRE_DTYPES", "decode", "encode", "gradient_dtype", "sums_dtype"]
 
 WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """What rows may be cast to on their way."""
@@ -17,9 +17,14 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_BYTES = 4
 
 
-def backward_dtype(wire: torch.dtype | None) -> torch.dtype | None:
-    """What goes where partial sums travel, and gradients: not float8, whose range they may leave."""
+def sums_dtype(wire: torch.dtype | None) -> torch.dtype | None:
+    """What partial sums travel in: not in float8, whose range they may leave."""
     return torch.bfloat16 if wire is torch.float8_e4m3fn else wire
+
+
+def gradient_dtype(wire: torch.dtype | None) -> torch.dtype | None:
+    """What gradients travel in: not in float16 either, which ends at 6e-8."""
+    return None if wire is None else torch.bfloat16
 
 
 def encode(x: Tensor, wire: torch.dtype | None) -> Tensor:

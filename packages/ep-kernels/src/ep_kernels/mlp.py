@@ -108,12 +108,14 @@ def experts_mlp(
     """
     dtype = compute_dtype(parameters.up)
     tensors = (rows, weights, *parameters.tensors())
+    sizes = (*parameters.up.shape[1:], *parameters.down.shape[1:])
+    # Without a slot too: a backend refuses on all ranks, or on none.
+    products = choose_products(offsets, row_of_slot.shape[0], dtype, *sizes, backend=backend)
     if row_of_slot.shape[0] == 0:
         return touch(torch.zeros_like(rows), *tensors)
-    sizes = (*parameters.up.shape[1:], *parameters.down.shape[1:])
     plan = _Plan(
         spec=spec,
-        products=choose_products(offsets, row_of_slot.shape[0], dtype, *sizes, backend=backend),
+        products=products,
         dtype=dtype,
         recomputes=recompute == "gate_up",
         copies=copies,

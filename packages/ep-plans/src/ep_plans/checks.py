@@ -99,8 +99,13 @@ def check_ep_options(config: DistributedConfig, options: Mapping[str, Any]) -> N
     """`options` are settings of the config's `ep_implementation`; their values it checks itself.
 
     Raises:
-        ValueError: it has no setting of that name.
+        ValueError: it has no setting of that name, or they are no dict of names.
     """
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise ValueError(
+            'ep_options must be a dict of names and values, such as {"num_chunks": 2}, got '
+            f"{options!r}."
+        )
     name = config.ep_implementation
     known = EPImplementationInterface.get(name).options()
     if unknown := [option for option in options if option not in known]:

@@ -136,6 +136,11 @@ def parallelize(
     return model
 
 
+def _known(value: object) -> str:
+    """What ranks can compare of a setting: of an object, whose address differs, its type alone."""
+    return str(value) if isinstance(value, torch.dtype) else type(value).__qualname__
+
+
 def _check_same_model(
     model: nn.Module, mesh: ParallelMesh, config: DistributedConfig, options: Mapping[str, Any]
 ) -> None:
@@ -146,11 +151,12 @@ def _check_same_model(
         [name, list(p.shape), str(p.dtype), p.is_meta, p.requires_grad]
         for name, p in model.named_parameters()
     ]
-    text = json.dumps(facts, sort_keys=True, default=str).encode()
+    text = json.dumps(facts, sort_keys=True, default=_known).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:6])  # exact in float64
     if not _agrees(torch.tensor([float(digest)], dtype=torch.float64), mesh).all():
         raise ValueError(
-            f"The ranks were given different configurations, or different {type(model).__name__} "
+            "The ranks were given different configurations or ep_options, or different "
+            f"{type(model).__name__} "
             "models (names, shapes, dtypes, frozen parameters, some built and some on the meta "
             "device). Call parallelize with the same on every rank."
         )
