@@ -6,14 +6,15 @@ T = tokens, H = hidden size, K = experts per token, E = experts, I = intermediat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # Rounding of the whole chain (two projections, a sum over K) in each dtype, with a margin of about 4.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -240,10 +241,84 @@ def check_all(rank: int, cases: list[Case]) -> None:
             raise
 
 
+@contextlib.contextmanager
+def exchanges(events: list[str] | None = None) -> Iterator[list[str]]:
+    """What each `all_to_all_single` does meanwhile: "start" and "end", or the dtype of one that waits.
+
+    `events`: a list that it is written to, among what else is; None: a new one.
+    """
+    events = [] if events is None else events
+    original = dist.all_to_all_single
+
+    class Waited:
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            events.append("end")
+            self.work.wait()
+
+    def recorded(output: Tensor, input: Tensor, *args, async_op: bool = False, **kwargs):
+        events.append("start" if async_op else str(input.dtype))
+        work = original(output, input, *args, async_op=async_op, **kwargs)
+        return Waited(work) if async_op else work
+
+    dist.all_to_all_single = recorded
+    try:
+        yield events
+    finally:
+        dist.all_to_all_single = original
+
+
+def check_modes(rank: int, shared: Case, own: Case) -> None:
+    """The law inside a checkpointed region and without gradients (`shared`); backward twice (`own`)."""
+    for reentrant in (False, True):
+        check(rank, shared, lambda f, *args, r=reentrant: checkpoint(f, *args, use_reentrant=r))
+
+    def without(implementation, *args):
+        with torch.no_grad():
+            return implementation(*args)
+
+    frozen = {"hidden_grad": False, "weights_grad": False, "experts_grad": False}
+    check(rank, replace(shared, **frozen), without)
+    whole, inputs = whole_inputs(own)
+    implementation, experts = build(own, rank, whole)
+    hidden, ids, weights, cotangent = inputs[rank]
+    leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+    out = implementation(hidden, ids, weights)
+    first = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, cotangent)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, leaves, cotangent)
+
+
+def frozen_parts(make: Callable[..., Case], *routings: str) -> list[Case]:
+    """Cases of `make(tp=, ...)` for four ranks: every subset of what needs gradients; ranks that differ."""
+    subsets = [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)]
+    cases = [
+        make(tp=2, routing=routing, hidden_grad=a, weights_grad=b, experts_grad=c)
+        for a, b, c in subsets
+        for routing in routings
+    ]
+    return cases + [
+        make(tp=tp, frozen_batches=batches, frozen_ranks=frozen, routing="first")
+        for tp in (1, 2)
+        for batches, frozen in (((0,), ()), ((1, 3), (0, 2)), ((0, 1, 2, 3), (0, 1, 3)))
+    ]
+
+
+@pytest.fixture(params=["all_to_all", "all_to_all_hierarchical"])
+def routed(request: pytest.FixtureRequest) -> tuple[str, tuple[tuple[str, object], ...]]:
+    """The name of an implementation by exchanges of rows, and settings of it for four ranks."""
+    return request.param, () if request.param == "all_to_all" else (("ranks_per_node", 2),)
+
+
 @pytest.fixture(scope="session")
 def moe() -> SimpleNamespace:
     """What is above, for tests and for the functions that they run on ranks."""
     return SimpleNamespace(
-        Case=Case, Experts=Experts, build=build, check=check, check_all=check_all, error=error, groups=groups,
+        Case=Case, Experts=Experts, build=build, check=check, check_all=check_all, check_modes=check_modes,
+        error=error, exchanges=exchanges, frozen_parts=frozen_parts, groups=groups,
         reference=reference, routes=routes, whole_inputs=whole_inputs, nullcontext=contextlib.nullcontext,
     )  # fmt: skip

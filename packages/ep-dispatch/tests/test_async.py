@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-
-NAMES = [("all_to_all", ()), ("all_to_all_hierarchical", (("ranks_per_node", 2),))]
 
 
 def start(implementation, hidden, ids, weights):
@@ -12,9 +9,9 @@ def start(implementation, hidden, ids, weights):
     return implementation.start_dispatch(hidden, plan)
 
 
-@pytest.mark.parametrize(("name", "settings"), NAMES)
-def test_two_micro_batches_in_flight(ranks, moe, name, settings):
+def test_two_micro_batches_in_flight(ranks, moe, routed):
     """Each computes while the other travels; all gradients are those of one process."""
+    name, settings = routed
 
     def run(rank, tp, frozen):
         tokens = (7, 0, 5, 1)[: 4 // tp]
@@ -73,26 +70,10 @@ def test_other_work_runs_while_rows_travel_also_in_backward(ranks, moe):
         implementation, _ = moe.build(case, rank)
         _, inputs = moe.whole_inputs(case)
         hidden, ids, weights, cotangent = inputs[rank]
-        original, events = dist.all_to_all_single, []
-
-        class Waited:
-            def __init__(self, work):
-                self.work = work
-
-            def wait(self):
-                events.append("end")
-                self.work.wait()
-
-        def recorded(*args, async_op=False, **kwargs):
-            if not async_op:
-                return original(*args, **kwargs)
-            events.append("start")
-            return Waited(original(*args, async_op=True, **kwargs))
-
+        events = []
         x, y = hidden.clone().requires_grad_(), torch.ones(3, requires_grad=True)
         plan = implementation.prepare(ids, weights)
-        dist.all_to_all_single = recorded
-        try:
+        with moe.exchanges(events):
             there = implementation.start_dispatch(x, plan)
             first = Told.apply(y, events, "first")
             received, ticket = there.wait()
@@ -101,16 +82,14 @@ def test_other_work_runs_while_rows_travel_also_in_backward(ranks, moe):
             out = back.wait()
             events.clear()
             (out * cotangent).sum().add(first.sum() + second.sum()).backward()
-        finally:
-            dist.all_to_all_single = original
         assert events == ["start", "second", "end", "start", "first", "end"]
 
     ranks.run(run, world=2)
 
 
-@pytest.mark.parametrize(("name", "settings"), NAMES)
-def test_dropped_instead_of_waited_for(ranks, moe, name, settings):
+def test_dropped_instead_of_waited_for(ranks, moe, routed):
     """Nothing is lost, and what follows on the same group is right."""
+    name, settings = routed
 
     def run(rank):
         case = moe.Case(world=4, ep=4, tp=1, name=name, settings=settings)

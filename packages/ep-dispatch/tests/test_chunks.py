@@ -1,15 +1,15 @@
 """Tokens in chunks: equal to one process and to one chunk, whatever each rank holds."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from ep_dispatch import AllToAll
 from ep_dispatch.testing import check
 
 ROUTINGS = ("random", "one", "repeated", "first", "skipped")
-KINDS = [("all_to_all", ()), ("all_to_all_hierarchical", (("ranks_per_node", 2),))]
 
 
 def chunked(moe, chunks=3, *, name="all_to_all", more=(), ep=4, tp=1, **fields):
@@ -18,10 +18,10 @@ def chunked(moe, chunks=3, *, name="all_to_all", more=(), ep=4, tp=1, **fields):
     return moe.Case(world=4, ep=ep, tp=tp, name=name, settings=settings, **fields)
 
 
-@pytest.mark.parametrize(("name", "more"), KINDS)
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-def test_equals_one_process(ranks, moe, name, more, ep, tp):
+def test_equals_one_process(ranks, moe, routed, ep, tp):
     """Empty ranks, fewer tokens than chunks, all on one rank, skipped slots."""
+    name, more = routed
     cases = [chunked(moe, name=name, more=more, ep=ep, tp=tp, routing=r) for r in ROUTINGS]
     cases.append(
         chunked(moe, 8, name=name, more=more, ep=ep, tp=tp, tokens=(1, 3, 0, 0)[: 4 // tp])
@@ -31,17 +31,7 @@ def test_equals_one_process(ranks, moe, name, more, ep, tp):
 
 
 def test_frozen_parts_and_slices(ranks, moe):
-    subsets = [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)]
-    cases = [
-        chunked(moe, tp=2, routing=routing, hidden_grad=a, weights_grad=b, experts_grad=c)
-        for a, b, c in subsets
-        for routing in ("random", "first")
-    ]
-    cases += [
-        chunked(moe, tp=tp, routing="first", frozen_batches=batches, frozen_ranks=frozen)
-        for tp in (1, 2)
-        for batches, frozen in (((0,), ()), ((1,), (0, 2)), ((0, 1), (0, 1, 3)))
-    ]
+    cases = moe.frozen_parts(functools.partial(chunked, moe), "random", "first")
     cases += [chunked(moe, tp=2, sequence_parallel=True, routing=r) for r in ("random", "skipped")]
     ranks.run(moe.check_all, cases, world=4)
 
@@ -73,30 +63,9 @@ def test_modes(ranks, moe):
     """Checkpointed, without gradients, backward twice, and rows in a narrow dtype."""
 
     def run(rank):
-        for reentrant in (False, True):
-            moe.check(rank, chunked(moe, tp=2),
-                      lambda f, *args, r=reentrant: checkpoint(f, *args, use_reentrant=r))  # fmt: skip
-
-        def without(implementation, *args):
-            with torch.no_grad():
-                return implementation(*args)
-
-        frozen = {"hidden_grad": False, "weights_grad": False, "experts_grad": False}
-        moe.check(rank, chunked(moe, tp=2, **frozen), without)
+        moe.check_modes(rank, chunked(moe, tp=2), chunked(moe))
         narrow = chunked(moe, dtype=torch.float32, more=(("wire_dtype", torch.bfloat16),))
         moe.check(rank, narrow, bound=2**-7)
-
-        case = chunked(moe)
-        whole, inputs = moe.whole_inputs(case)
-        implementation, experts = moe.build(case, rank, whole)
-        hidden, ids, weights, cotangent = inputs[rank]
-        leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
-        out = implementation(hidden, ids, weights)
-        first = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-        second = torch.autograd.grad(out, leaves, cotangent)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(out, leaves, cotangent)
 
     ranks.run(run, world=4)
 
@@ -109,28 +78,10 @@ def test_one_exchange_of_counts_and_one_of_slots(ranks, moe):
         implementation, _ = moe.build(case, rank)
         _, inputs = moe.whole_inputs(case)
         hidden, ids, weights, cotangent = inputs[rank]
-        original, events = dist.all_to_all_single, []
-
-        def recorded(output, input, *args, async_op=False, **kwargs):
-            events.append("start" if async_op else str(input.dtype))
-            work = original(output, input, *args, async_op=async_op, **kwargs)
-            return Waited(work) if async_op else work
-
-        class Waited:
-            def __init__(self, work):
-                self.work = work
-
-            def wait(self):
-                events.append("end")
-                self.work.wait()
-
-        dist.all_to_all_single = recorded
-        try:
+        with moe.exchanges() as events:
             out = implementation(hidden.requires_grad_(), ids, weights.requires_grad_())
             forward, events[:] = list(events), []
             out.backward(cotangent)
-        finally:
-            dist.all_to_all_single = original
         first, second, third = (
             ["end", "start", "start"],
             ["end", "start", "start", "end"],
@@ -148,26 +99,33 @@ def test_auto(ranks, moe):
     """One chunk on gloo; where two are worth it, in training only, which the ranks agree upon."""
 
     def run(rank):
-        implementation, _ = moe.build(chunked(moe, "auto"), rank)
-        assert implementation._auto_chunks() == 1
         case = chunked(moe, "auto", tp=2)
 
+        def counted(implementation, *args):
+            with moe.exchanges() as events:
+                out = implementation(*args)
+            return out, events.count("start") // 2  # there and back
+
+        def one(implementation, *args):
+            out, chunks = counted(implementation, *args)
+            assert chunks <= 1
+            return out
+
         def two(implementation, *args):
-            implementation._most_chunks = 2
-            sizes = []
-            run_chunks = implementation._run_chunks
-            implementation._run_chunks = lambda chunks, *more: (
-                sizes.append(len(chunks)) or run_chunks(chunks, *more)
-            )
-            out = implementation(*args)
+            out, chunks = counted(implementation, *args)
+            assert chunks == 2
             with torch.no_grad():
-                assert moe.error(implementation(*args), out) < 1e-12
-            assert sizes == [2, 1]
+                again, chunks = counted(implementation, *args)
+            assert chunks <= 1
+            assert moe.error(again, out) < 1e-12
             with torch.set_grad_enabled(rank == 1), pytest.raises(RuntimeError, match="grad mode"):
                 implementation(*args)
             return out
 
-        moe.check(rank, case, two)
+        moe.check(rank, case, one)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend", lambda _: "nccl")
+            moe.check(rank, case, two)
 
     ranks.run(run, world=4)
 

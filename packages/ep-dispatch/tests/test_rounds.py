@@ -1,16 +1,15 @@
 """`max_rows`: imbalance makes a call slower, not larger; the results are those without a bound."""
 
+import functools
 import warnings
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from ep_dispatch import AllToAll
 from ep_dispatch.testing import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*max_rows")
-KINDS = [("all_to_all", ()), ("all_to_all_hierarchical", (("ranks_per_node", 2),))]
 
 
 def bounded(moe, max_rows=4, *, name="all_to_all", more=(), ep=4, tp=1, **fields):
@@ -19,9 +18,9 @@ def bounded(moe, max_rows=4, *, name="all_to_all", more=(), ep=4, tp=1, **fields
     return moe.Case(world=4, ep=ep, tp=tp, name=name, settings=settings, **fields)
 
 
-@pytest.mark.parametrize(("name", "more"), KINDS)
 @pytest.mark.parametrize(("ep", "tp"), [(2, 2), (4, 1), (4, 2)])
-def test_equals_one_process(ranks, moe, name, more, ep, tp):
+def test_equals_one_process(ranks, moe, routed, ep, tp):
+    name, more = routed
     cases = [
         bounded(moe, rows, name=name, more=more, ep=ep, tp=tp, routing=routing)
         for routing, rows in (("one", 4), ("random", 6), ("first", 5), ("skipped", 4), ("one", 99))
@@ -31,49 +30,19 @@ def test_equals_one_process(ranks, moe, name, more, ep, tp):
 
 
 def test_frozen_parts(ranks, moe):
-    subsets = [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)]
-    cases = [
-        bounded(moe, tp=2, hidden_grad=a, weights_grad=b, experts_grad=c) for a, b, c in subsets
-    ]
-    cases += [
-        bounded(moe, frozen_batches=batches, frozen_ranks=frozen, routing="first")
-        for batches, frozen in (((0,), ()), ((1, 3), (0, 2)), ((0, 1, 2, 3), (0, 1, 3)))
-    ]
+    cases = moe.frozen_parts(functools.partial(bounded, moe), "one")
     cases += [bounded(moe, tp=2, sequence_parallel=True)]
     ranks.run(moe.check_all, cases, world=4)
 
 
 def test_modes(ranks, moe):
-    """Inside a checkpointed region, without gradients, and backward twice."""
-
-    def run(rank):
-        for reentrant in (False, True):
-            moe.check(rank, bounded(moe, tp=2),
-                      lambda f, *args, r=reentrant: checkpoint(f, *args, use_reentrant=r))  # fmt: skip
-
-        def without(implementation, *args):
-            with torch.no_grad():
-                return implementation(*args)
-
-        frozen = {"hidden_grad": False, "weights_grad": False, "experts_grad": False}
-        moe.check(rank, bounded(moe, tp=2, **frozen), without)
-        case = bounded(moe)
-        whole, inputs = moe.whole_inputs(case)
-        implementation, experts = moe.build(case, rank, whole)
-        hidden, ids, weights, cotangent = inputs[rank]
-        leaves = [hidden.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
-        out = implementation(hidden, ids, weights)
-        first = torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-        second = torch.autograd.grad(out, leaves, cotangent)
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-    ranks.run(run, world=4)
+    ranks.run(moe.check_modes, bounded(moe, tp=2), bounded(moe), world=4)
 
 
-@pytest.mark.parametrize(("name", "more"), KINDS)
-def test_memory_is_bounded(ranks, moe, name, more):
+def test_memory_is_bounded(ranks, moe, routed):
     """The experts never see more rows than the bound, in forward and backward, and a call keeps little
     for backward; without it all tokens are on one rank."""
+    name, more = routed
 
     def run(rank):
         seen = {}

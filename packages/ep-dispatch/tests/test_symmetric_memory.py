@@ -79,8 +79,8 @@ def poisoned(implementation, *args):
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(4, 2), (2, 1)])
-def test_nothing_is_read_on_the_host(ranks, moe, ep, tp):
-    """As on CUDA: with the sizes of the worst case from end to end the results are the same."""
+def test_sizes_of_the_worst_case_change_nothing(ranks, moe, ep, tp):
+    """As on CUDA, where they are kept from end to end."""
 
     def run(rank):
         for routing in ("random", "one", "first", "skipped"):
@@ -393,7 +393,7 @@ def test_what_is_given_is_checked(moe):
         implementation(*(a[:2].to("meta") for a in (x, ids, w)))
 
 
-def test_what_cannot_share_memory_is_refused_by_all(ranks, moe, monkeypatch):
+def test_what_cannot_share_memory_is_refused_by_all(ranks, moe):
     """Before anything is allocated; and by all, if one rank finds no memory or cannot map it."""
 
     def run(rank, where):
@@ -403,17 +403,16 @@ def test_what_cannot_share_memory_is_refused_by_all(ranks, moe, monkeypatch):
             torch.zeros(3, 2, dtype=torch.int64),
             torch.ones(3, 2).double(),
         )
-        patch = pytest.MonkeyPatch()
-        if where == "hosts":
-            patch.setattr(socket, "gethostname", lambda: f"node{rank // 2}")
-        elif rank == 1:
-            owner, name = (os, "posix_fallocate") if where == "memory" else (torch, "from_file")
-            patch.setattr(owner, name, refuse)
         said = {"hosts": "one machine, got hosts.*node0", "memory": "EP group: no .* bytes of shared",
                 "mapping": "rank 1 of the EP group: the shared memory of another"}  # fmt: skip
-        with pytest.raises(RuntimeError, match=said[where]):
-            implementation(*args)
-        patch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "hosts":
+                patch.setattr(socket, "gethostname", lambda: f"node{rank // 2}")
+            elif rank == 1:
+                owner, name = (os, "posix_fallocate") if where == "memory" else (torch, "from_file")
+                patch.setattr(owner, name, refuse)
+            with pytest.raises(RuntimeError, match=said[where]):
+                implementation(*args)
         implementation(*args)
 
     def refuse(*_, **__):
@@ -423,8 +422,8 @@ def test_what_cannot_share_memory_is_refused_by_all(ranks, moe, monkeypatch):
         ranks.run(run, where, world=4)
 
 
-def test_a_killed_process_leaves_nothing(ranks, moe):
-    """The name is gone as soon as all ranks have mapped it: while the layer lives, and so afterwards."""
+def test_the_file_has_no_name_while_it_is_used(ranks, moe):
+    """So that nothing is left, however the processes end."""
     before = left()
 
     def run(rank):
