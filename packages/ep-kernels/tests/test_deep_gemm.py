@@ -231,13 +231,6 @@ def test_backends_and_experts_that_are_not_known(monkeypatch: pytest.MonkeyPatch
         module_experts_forward(nn.Linear(4, 4), backend="deep_gemm")
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
-def test_other_backends_can_be_asked_for(backend: Any) -> None:
-    experts, slots = made(), slots_of(3, 0, 7, 1)
-    computed = gradients(module_experts_forward(experts, backend=backend).grouped, experts, *slots)
-    assert_equal(computed, plain_gradients(grouped_reference, as_float64(experts), *slots))
-
-
 class FP8Experts(nn.Module):
     """Experts as a fine-grained FP8 checkpoint has them; its own forward is never used."""
 

@@ -73,6 +73,13 @@ def test_equals_reference(
         check(experts, grouped_slots(dtype, unused=unused), BOUNDS[dtype], recompute=recompute)
 
 
+@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+def test_a_backend_can_be_asked_for(backend: str) -> None:
+    torch.manual_seed(0)
+    slots = grouped_slots(torch.bfloat16, unused=2)
+    check(Experts(dtype=torch.bfloat16), slots, BOUNDS[torch.bfloat16], backend=backend)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hot", range(EXPERTS))
 def test_one_expert_gets_every_slot(kind: str, hot: int) -> None:
