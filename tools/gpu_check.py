@@ -2,10 +2,9 @@
 
 Prints a line of JSON for each case (name, ok, value, unit, seconds; ok is null for one that was skipped, with
 the reason) and a closing line; exits with 1 if any failed. Ends within 8 minutes: a check that has no time
-left fails. Needs torch with CUDA,
-cloudpickle, pytest, transformers 5.17 or newer; this checkout need not be installed. Each check runs in a process of
-its own, so that one that crashes or hangs costs the others nothing. `--dry-run` tries the checks on the
-CPU with tiny sizes.
+left fails. Each check runs in a process of its own, so that one that crashes or hangs costs the others nothing.
+Needs torch with CUDA, cloudpickle, pytest, and transformers 5.17 or newer; this checkout need not be installed.
+`--dry-run` tries the checks on the CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ Line = dict[str, Any]
 def load() -> dict[str, Any]:
     """The registry, filled."""
     import gpu_checks
-    from gpu_checks import dispatch, experts, speed
+    from gpu_checks import dispatch, experts, speed  # noqa: F401
 
-    assert dispatch, experts
-    assert speed
     return gpu_checks.CHECKS
 
 

@@ -6,19 +6,16 @@ E = experts, H = hidden size, R = rows, K = slots of a row.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_args
-from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ep_kernels
-from ep_kernels import module_experts_forward
+from ep_kernels import ExpertsSpec, choose_backend, module_experts_forward
 
 from . import Case, Found, Place, Skip, at_most, check, worst
 
@@ -26,13 +23,26 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "packages/ep-kernels/tests"))
 import kernels_reference as plain
 
 EXPERTS, ROWS, SLOTS = 8, 50, 3
-SIZES = {"": (64, 48), ", odd sizes": (30, 22)}
+# The first ones every backend takes, the others not all.
+SIZES = {"": (64, 128), ", odd sizes": (30, 22)}
 TORCH_BACKENDS = ("grouped_mm", "loop")
 
 
 def backends() -> list[str]:
     """`auto`, and the name of each way to multiply that ep-kernels knows."""
     return ["auto", *get_args(ep_kernels.grouped.Backend)]
+
+
+def need_backend(module: nn.Module, backend: Any) -> None:
+    """Raise a `Skip` with a backend's own words if it can't compute these experts where they are."""
+    spec = ExpertsSpec.from_module(module)
+    assert spec is not None
+    weights = spec.read_weights(module)
+    sizes = *weights.up.shape[1:], *weights.down.shape[1:]
+    try:
+        choose_backend(weights.up.device, weights.up.dtype, *sizes, backend=backend)
+    except ValueError as refusal:
+        raise Skip(str(refusal)) from refusal
 
 
 @check
@@ -59,10 +69,8 @@ def _kind(place: Place, backend: str, kind: str, sizes: tuple[int, int]) -> Foun
                 for grouped in (False, True)
                 for error in _errors(place, backend, kind, sizes, dtype, recompute, grouped)
             ]
-        except (Skip, ValueError) as error:
-            if backend == "auto":
-                raise
-            refusal = str(error)
+        except Skip as reason:
+            refusal = str(reason)
             continue
         computed.append(str(dtype).removeprefix("torch."))
     if not computed:
@@ -72,58 +80,36 @@ def _kind(place: Place, backend: str, kind: str, sizes: tuple[int, int]) -> Foun
 
 def _errors(
     place: Place,
-    backend: str,
+    backend: Any,
     kind: str,
     sizes: tuple[int, int],
     dtype: torch.dtype,
-    recompute: str,
+    recompute: Any,
     grouped: bool,
 ) -> Iterator[float]:
     module, rows, ids, weights, expected, expected_grads = _expected(kind, sizes, dtype)
     here = _copy(module, kind, sizes, dtype).to(place.device)
     rows, ids, weights = (x.to(place.device) for x in (rows, ids, weights))
-    with ExitStack() as stack:
-        forward = _forward(stack, here, backend, recompute, sizes)
-        if grouped:
-            order = ids.reshape(-1).argsort(stable=True)[: int((ids < EXPERTS).sum())]
-            offsets = torch.searchsorted(
-                ids.reshape(-1)[order], torch.arange(EXPERTS, device=ids.device), right=True
-            )
-            flat = weights.reshape(-1)[order]
-            out, grads = _gradients(
-                forward.grouped, here, rows, order // SLOTS, flat, offsets.int()
-            )
-            by_slot = torch.zeros(weights.numel(), dtype=flat.dtype, device=ids.device)
-            grads["weights"] = by_slot.index_copy(0, order, grads["weights"]).view_as(weights)
-        else:
-            out, grads = _gradients(forward, here, rows, ids, weights)
+    need_backend(here, backend)
+    forward = module_experts_forward(here, recompute=recompute, backend=backend)
+    if grouped:
+        order = ids.reshape(-1).argsort(stable=True)[: int((ids < EXPERTS).sum())]
+        offsets = torch.searchsorted(
+            ids.reshape(-1)[order], torch.arange(EXPERTS, device=ids.device), right=True
+        )
+        flat = weights.reshape(-1)[order]
+        out, grads = plain.gradients(
+            forward.grouped, here, rows, order // SLOTS, flat, offsets.int()
+        )
+        by_slot = torch.zeros(weights.numel(), dtype=flat.dtype, device=ids.device)
+        grads["weights"] = by_slot.index_copy(0, order, grads["weights"]).view_as(weights)
+    else:
+        out, grads = plain.gradients(forward, here, rows, ids, weights)
     # The cotangent hardly varies within a row: a norm's gradient subtracts nearly all of it.
     bound = plain.BOUNDS[dtype] * (4 if kind == "post norm" else 1)
     yield plain.error(out.cpu(), expected) / bound
     for name, grad in grads.items():
         yield plain.error(grad.cpu(), expected_grads[name]) / (3 * bound)
-
-
-def _forward(
-    stack: ExitStack, module: Any, backend: str, recompute: Any, sizes: tuple[int, int]
-) -> Any:
-    """The experts' forward by one backend, asked for where that can be, else put in place."""
-    if backend not in ("auto", *TORCH_BACKENDS):
-        if "backend" not in inspect.signature(module_experts_forward).parameters:
-            raise Skip("module_experts_forward takes no `backend`")
-        options: Any = {"backend": backend}
-        return module_experts_forward(module, recompute=recompute, **options)
-    if backend in TORCH_BACKENDS:
-        size = module.down_proj.element_size()
-        if backend == "grouped_mm" and (size == 8 or any(n * size % 16 for n in sizes)):
-            raise Skip("not for this dtype or these sizes")
-        choice = ep_kernels.Choice(backend, "the check asks for it")  # type: ignore[arg-type]
-        for part in ("grouped", "experts", "mlp", "module"):
-            owner = getattr(ep_kernels, part)
-            if hasattr(owner, "choose_backend"):
-                chosen = mock.patch.object(owner, "choose_backend", return_value=choice)
-                stack.enter_context(chosen)
-    return module_experts_forward(module, recompute=recompute)
 
 
 @functools.cache
@@ -146,26 +132,6 @@ def _copy(module: Any, kind: str, sizes: tuple[int, int], dtype: torch.dtype) ->
     copy = plain.Experts(EXPERTS, *sizes, dtype=dtype, **plain.KINDS[kind])
     copy.load_state_dict(module.state_dict())
     return copy
-
-
-def _gradients(
-    forward: Callable[..., Tensor],
-    module: torch.nn.Module,
-    rows: Tensor,
-    index: Tensor,
-    weights: Tensor,
-    *rest: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    rows, weights = rows.detach().requires_grad_(), weights.detach().requires_grad_()
-    out = forward(rows, index, weights, *rest)
-    cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
-    out.backward(cotangent.to(device=out.device, dtype=out.dtype))
-    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    grads |= {"rows": rows.grad, "weights": weights.grad}
-    missing = [name for name, grad in grads.items() if grad is None]
-    if missing:
-        raise AssertionError(f"no gradient: {missing}")
-    return out.detach(), grads  # type: ignore[return-value]
 
 
 @check

@@ -19,7 +19,7 @@ from ep_dispatch import AllReduce, AllToAll, EPImplementation
 from ep_kernels import module_experts_forward
 
 from . import Case, Found, Place, Skip, check
-from .experts import TORCH_BACKENDS, backends
+from .experts import TORCH_BACKENDS, backends, need_backend
 
 Work = Callable[[], object]
 TOKENS = 16384
@@ -69,21 +69,12 @@ class Layers:
         return self.experts  # type: ignore[return-value]
 
     def ours(
-        self, cls: type[EPImplementation] = AllToAll, backend: str = "auto", **options: Any
+        self, cls: type[EPImplementation] = AllToAll, backend: Any = "auto", **options: Any
     ) -> moe_layer.Layer:
         """A layer of ours on one rank."""
-        if backend != "auto":
-            options["backend"] = backend
-        try:
-            forward = module_experts_forward(self.experts, **options)
-            layer = cls(forward, num_local_experts=self.sizes.experts, experts=self.experts)
-            with torch.no_grad():
-                layer(*self.given[:3])
-        except (TypeError, ValueError, ImportError) as error:
-            if backend == "auto":
-                raise
-            raise Skip(str(error)) from error
-        return layer
+        need_backend(self.experts, backend)
+        forward = module_experts_forward(self.experts, backend=backend, **options)
+        return cls(forward, num_local_experts=self.sizes.experts, experts=self.experts)
 
     def step(self, layer: moe_layer.Layer, backward: bool) -> Work:
         """A forward, or a forward with its backward."""

@@ -170,7 +170,7 @@ def gradients(
         parameter.grad = None
     out = forward(rows, index, weights, *rest)  # type: ignore[operator]
     cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)
-    out.backward(cotangent.to(out.dtype))
+    out.backward(cotangent.to(out))
     grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
     grads |= {"rows": rows.grad, "weights": weights.grad}
     missing = [name for name, grad in grads.items() if grad is None]
