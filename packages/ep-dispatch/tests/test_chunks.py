@@ -1,6 +1,7 @@
 """Tokens in chunks: equal to one process and to one chunk, whatever each rank holds."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -147,3 +148,30 @@ def test_conforms(ranks, moe, workload):
 def test_not_a_number_of_chunks(wrong):
     with pytest.raises(ValueError, match=rf"num_chunks must be .*got {wrong!r}"):
         AllToAll(lambda *args: None, num_local_experts=1, num_chunks=wrong)
+
+
+@pytest.mark.parametrize("settings", [{"num_chunks": 2}, {"max_rows": 3}], ids=str)
+def test_gradients_of_the_experts_alone(ranks, settings):
+    """Of one rank whose experts get no token too: it takes part in all exchanges."""
+
+    def run(rank):
+        experts = torch.nn.Linear(4, 4, bias=False)
+
+        def forward(rows, ids, weights):  # leaves its parameter out where no row came
+            return experts(rows) * weights.sum(1, keepdim=True) if len(rows) else rows
+
+        layer = AllToAll(
+            forward,
+            num_local_experts=1,
+            ep_group=dist.group.WORLD,
+            experts=experts,
+            **settings,
+        )
+        hidden, ids = torch.randn(5, 4), torch.ones(5, 1, dtype=torch.long)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the rounds
+            out = layer(hidden, ids, torch.ones(5, 1))
+        (gradient,) = torch.autograd.grad(out.sum(), experts.weight)
+        assert gradient.any() == (rank == 1)
+
+    ranks.run(run, world=2)

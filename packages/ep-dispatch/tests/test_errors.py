@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_dispatch import AllReduce, AllToAll, Auto, EPImplementation, EPImplementationInterface
 
@@ -55,6 +56,29 @@ def test_one_rank_is_wrong(ranks, moe):
     for message in WRONG:
         if "device" not in message:
             ranks.run(run, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("all_to_all", ({"wire_dtype": torch.bfloat16}, {})),
+        ("all_to_all", ({"max_rows": 4}, {})),
+        ("all_to_all", ({"max_rows": 4}, {"max_rows": 9})),
+        ("symmetric_memory", ({"max_rows_per_pair": 4}, {})),
+    ],
+)
+def test_ranks_with_different_settings(ranks, name, settings):
+    def run(rank):
+        layer = EPImplementationInterface.get(name)(
+            lambda rows, ids, weights: rows,
+            num_local_experts=2,
+            ep_group=dist.group.WORLD,
+            **settings[rank],
+        )
+        with pytest.raises(RuntimeError, match="must have one wire_dtype and one bound on rows"):
+            layer(X, IDS, W)
+
+    ranks.run(run, world=2)
 
 
 def test_ranks_that_do_not_fit_together(ranks, moe):

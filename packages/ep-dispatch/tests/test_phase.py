@@ -57,4 +57,4 @@ def test_a_layer_without_a_name():
     with pytest.raises(ValueError, match="lost") as caught, Phase("dispatch"):
         raise ValueError("lost")
     (note,) = caught.value.__notes__
-    assert "rank 0, in the EP group of ranks [0], layer (not named), phase: dispatch." in note
+    assert "the only rank, layer (not named), phase: dispatch." in note

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_dispatch import SymmetricMemory, symmetric_memory
+from ep_dispatch import SymmetricMemory, symmetric_exchange, symmetric_memory
 from ep_dispatch import symmetric_buffers as buffers
 from ep_dispatch.symmetric_buffers import SharedBuffer
 
@@ -114,7 +114,7 @@ def test_no_host_synchronization(monkeypatch):
     class Group:
         pass
 
-    monkeypatch.setattr(symmetric_memory, "shared_buffer", lambda *_, **__: Memory())
+    monkeypatch.setattr(symmetric_exchange, "shared_buffer", lambda *_, **__: Memory())
     monkeypatch.setattr(symmetric_memory._Alarm, "note", lambda *_: None)
     implementation = WithoutData(
         lambda rows, ids, weights: rows * (weights * (ids < 2)).sum(1, keepdim=True),
@@ -381,7 +381,7 @@ def test_all_ranks_hear_of_wrong_input(ranks, moe):
 def test_what_is_given_is_checked(moe):
     experts = moe.Experts(2)
     for wrong in ({"max_tokens": 0}, {"max_rows_per_pair": -1}):
-        with pytest.raises(ValueError, match="must be None or at least 1, got"):
+        with pytest.raises(ValueError, match="must be None or an int of at least 1"):
             SymmetricMemory(experts, num_local_experts=2, **wrong)
     implementation = SymmetricMemory(experts, num_local_experts=2, max_tokens=2)
     x, ids, w = torch.ones(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)

@@ -80,6 +80,14 @@ def test_a_backend_can_be_asked_for(backend: str) -> None:
     check(Experts(dtype=torch.bfloat16), slots, BOUNDS[torch.bfloat16], backend=backend)
 
 
+def test_a_backend_refuses_without_a_slot_too() -> None:
+    """As it does on the other ranks, which would wait for this one."""
+    forward = module_experts_forward(Experts(dtype=torch.float64), backend="grouped_mm")
+    rows, none = torch.randn(ROWS, HIDDEN, dtype=torch.float64), torch.empty(0, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"does not take torch\.float64"):
+        forward.grouped(rows, none, none.double(), torch.zeros(EXPERTS, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hot", range(EXPERTS))
 def test_one_expert_gets_every_slot(kind: str, hot: int) -> None:

@@ -76,7 +76,12 @@ def test_ranks_with_different_models(ranks: RankPool) -> None:
         return build(ToyConfig()), SIZES | {"fsdp_mixed_precision": rank == 1}
 
     for make in (other_size, other_device, frozen, other_config):
-        check_refused(ranks, make, "different configurations, or different", "same on every rank")
+        check_refused(
+            ranks,
+            make,
+            "different configurations or ep_options, or different",
+            "same on every rank",
+        )
 
 
 def test_plans_that_cannot_work(ranks: RankPool) -> None:
@@ -234,15 +239,25 @@ def test_the_model_shows_its_plans_and_its_shards(ranks: RankPool) -> None:
     ranks.run(shown, world=4)
 
 
-def always_wrapped(rank: int) -> None:
-    config = DistributedConfig(tp_size=4, ep_size=4, fsdp_over_tp=False)
+def wrapped_experts(rank: int, sizes: dict[str, Any], expected: bool) -> None:
+    config = DistributedConfig(ep_size=4, fsdp_over_tp=False, **sizes)
     model = parallelize(build(ToyConfig()), ParallelMesh(config.layout), config)
     wrapped = {name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-    assert wrapped == {"model.layers.1.mlp.experts"}
+    assert ("model.layers.1.mlp.experts" in wrapped) == expected
 
 
-def test_experts_are_an_fsdp_unit_also_where_there_is_one_copy(ranks: RankPool) -> None:
-    ranks.run(always_wrapped, world=4)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp_size": 2, "fsdp_size": 2}, True),
+        ({"tp_size": 4, "fsdp_mixed_precision": True}, True),
+        ({"tp_size": 4}, False),  # one copy of the model: nothing to reduce or to cast
+    ],
+)
+def test_one_copy_of_the_experts_is_an_fsdp_unit_beside_others(
+    ranks: RankPool, sizes: dict[str, Any], expected: bool
+) -> None:
+    ranks.run(wrapped_experts, sizes, expected, world=4)
 
 
 def offloaded(rank: int) -> None:

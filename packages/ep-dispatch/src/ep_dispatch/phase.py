@@ -38,7 +38,7 @@ class Phase:
     ) -> None:
         if error is None:
             return
-        who = "a rank whose groups are gone"
+        who = "a rank whose groups are gone" if self.group else "the only rank"
         with suppress(Exception):  # `error` is what counts
             rank = dist.get_rank()
             ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -95,7 +94,7 @@ def _check_implementation(config: DistributedConfig) -> None:
         )
 
 
-def check_ep_options(config: DistributedConfig, options: Mapping[str, Any]) -> None:
+def check_ep_options(config: DistributedConfig, options: object) -> None:
     """`options` are settings of the config's `ep_implementation`; their values it checks itself.
 
     Raises:
