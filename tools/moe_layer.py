@@ -183,7 +183,7 @@ def saved_bytes(rank: int, sizes: Sizes, ep: int, recompute: str) -> list[int]:
     return found
 
 
-class _SentBytes(TorchDispatchMode):
+class SentBytes(TorchDispatchMode):
     """Counts the bytes that all-to-alls send to other ranks, in whatever way they are called.
 
     With `width`, those of rows of so many bytes alone.
@@ -215,7 +215,7 @@ def wire_bytes(rank: int, sizes: Sizes, ep: int) -> list[int]:
     given = inputs(rank, sizes)
     found = []
     for layer in layers:
-        with _SentBytes(ep, rank % ep) as counted:
+        with SentBytes(ep, rank % ep) as counted:
             step(experts, layer, given)
         found.append(counted.sent)
     return found
@@ -239,7 +239,7 @@ def crossing_rows(rank: int, sizes: Sizes, ep: int) -> list[int]:
         pairs = sum(len(set(row) - {rank % ep}) for row in owners.tolist())
         came = torch.tensor([pairs])
         dist.all_reduce(came)
-        with _SentBytes(ep, rank % ep, width) as counted:
+        with SentBytes(ep, rank % ep, width) as counted:
             step(experts, ours, (hidden, chosen, weights, cotangent))
         # There and back, and the gradients of both: this rank answers for what came to it.
         total = torch.tensor([counted.sent])

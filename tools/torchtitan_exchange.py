@@ -47,7 +47,7 @@ def measure(rank: int, sizes: moe_layer.Sizes) -> tuple[list[float], list[int]]:
     seconds = moe_layer.timed(rank, work, repeats=9)
     sent = []
     for run in work:
-        with moe_layer._SentBytes(moe_layer.RANKS, rank) as counted:
+        with moe_layer.SentBytes(moe_layer.RANKS, rank) as counted:
             run()
         sent.append(counted.sent)
     return seconds, sent

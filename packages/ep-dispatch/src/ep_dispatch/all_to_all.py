@@ -19,16 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .agreement import Notice
-from .collectives import gather_over_group
 from .compiling import as_written
 from .implementation import ExpertsForward, add_shared
 from .journey import Journey, Legs
-from .links import (
-    GradNeeds,
-    hold_linked,
-    join_parameters,
-    new_link,
-)
+from .links import GradNeeds, hold_linked, join_parameters, new_link
 from .pending import Pending
 from .plan import ChunkedRouting, DispatchPlan, ReceivedRows, Routing, Ticket
 from .routed import RoutedImplementation
@@ -122,7 +116,7 @@ class AllToAll(RoutedImplementation):
                 there = self.start_dispatch(hidden_states, plan)
                 meanwhile()
                 received, ticket = there.wait()
-            rows = join_parameters(self.run_on(received), self._idle_parameters([plan]))
+            rows = join_parameters(self.run_on(received), self._idle_parameters(plan))
             output = self.combine(rows, ticket)
         else:
             output = self._run(hidden_states, top_k_index, top_k_weights, meanwhile)
@@ -140,10 +134,7 @@ class AllToAll(RoutedImplementation):
             self._most_chunks, self.max_rows, top_k_index, top_k_weights, hidden_states
         )
         needs = _needs_now(routing)
-        if not needs.rows or self.ep_size == 1:
-            link = None
-        elif link is None:
-            link = new_link(hidden_states.device)
+        link = self._begin(link, needs, hidden_states.device)
         link, rows = self._split(link, hidden_states, needs.hidden, "dispatch")
         parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
         run = self._run_rounds if routing.rounds else self._run_chunks
@@ -182,7 +173,7 @@ class AllToAll(RoutedImplementation):
                 link = there[number + 1].start(link)
             rows = self.run_on(chunk.received(arrived, weights[number]))
             # Here, so that the way to an idle parameter leads through the exchanges on every rank.
-            rows = join_parameters(rows, self._idle_parameters([chunk]))
+            rows = join_parameters(rows, self._idle_parameters(chunk))
             del arrived
             rows = _checked(rows, chunk, parts[number].shape[1]).to(parts[number].dtype)
             back.append(Journey(self._back(rows, chunk), linked=link is not None))
@@ -287,12 +278,10 @@ class AllToAll(RoutedImplementation):
                 f"was prepared for, got {list(hidden_states.shape)}."
             )
         needs = _needs_now(plan)
-        linked = needs.rows and self.ep_size > 1
-        link = plan.link if linked else None
-        if linked and link is None:
-            link = new_link(hidden_states.device)
+        link = self._begin(plan.link, needs, hidden_states.device)
         link, rows = self._split(link, hidden_states, needs.hidden, "dispatch")
-        journey = Journey(self._there(rows, plan), linked=linked and needs.hidden)
+        linked = link is not None and needs.hidden
+        journey = Journey(self._there(rows, plan), linked=linked)
         link = journey.start(link)
         dtype, width = hidden_states.dtype, hidden_states.shape[1]
 
@@ -366,23 +355,22 @@ class AllToAll(RoutedImplementation):
         notice = super()._notice(top_k_weights, hidden_states)
         return replace(notice, wire=self.wire_dtype, bound=self.max_rows or 0)
 
-    def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
-        """The tokens of all slices."""
-        if not self._slices:
-            return rows
-        with self.phase("combine"):
-            return gather_over_group(rows, self.tp_group, size=num_tokens)
+    def _begin(self, link: Tensor | None, needs: GradNeeds, device: torch.device) -> Tensor | None:
+        """The link that rows go on: that of their weights, or a new one; None if nothing goes back."""
+        if not needs.rows or self.ep_size == 1:
+            return None
+        return new_link(device) if link is None else link
 
-    def _idle_parameters(self, chunks: Sequence[Routing]) -> list[nn.Parameter]:
-        """The parameters that the experts' own forward may leave without a gradient in this call.
+    def _idle_parameters(self, plan: Routing) -> list[nn.Parameter]:
+        """The parameters that the experts' own forward may leave without a gradient in one call of it.
 
         All of them if no row came. If some expert got none: those that are not one tensor for all
         local experts, since they may belong to that expert alone.
         """
-        if all(map(sum, zip(*(chunk.rows_per_expert for chunk in chunks), strict=True))):
+        if all(plan.rows_per_expert):
             return []
         parameters = self.expert_parameters()
-        if not any(chunk.num_rows for chunk in chunks):
+        if plan.num_rows == 0:
             return parameters
         fused = (self.num_local_experts,)
         return [p for p in parameters if p.shape[:1] != fused]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .agreement import Notice
-from .collectives import chunk_bounds, group_rank, group_size
+from .collectives import chunk_bounds, gather_over_group, group_rank, group_size
 from .dtensor import like_input, local_inputs
 from .links import split_linked
 from .phase import Phase
@@ -194,6 +194,13 @@ class EPImplementation:
         assert self.tp_group is not None
         inner, chunk = split_linked(link if need else None, x, self.tp_group, self.phase(phase))
         return link if inner is None else inner, chunk
+
+    def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """The tokens of all slices."""
+        if not self._slices:
+            return rows
+        with self.phase("combine"):
+            return gather_over_group(rows, self.tp_group, size=num_tokens)
 
     def _device(self) -> torch.device:
         """Where tensors are that the group can send."""

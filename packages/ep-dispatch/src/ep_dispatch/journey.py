@@ -42,11 +42,8 @@ class Journey:
         """End; gives the link as it goes on, and the last rows."""
         while (trip := self._trip) is not None:
             self._trip = None
-            if self._linked:
-                link, rows = wait_linked(link, trip)
-            else:
-                _, rows = wait_linked(None, trip)
-            link = self._go(link, rows)
+            after, rows = wait_linked(link if self._linked else None, trip)
+            link = self._go(link if after is None else after, rows)
         last, self._rows = self._rows, None
         assert last is not None
         return link, last
@@ -57,8 +54,5 @@ class Journey:
         except StopIteration as end:
             self._rows = end.value
             return link
-        if not self._linked:
-            _, self._trip = start_linked(None, leaving, exchange)
-            return link
-        link, self._trip = start_linked(link, leaving, exchange)
-        return link
+        after, self._trip = start_linked(link if self._linked else None, leaving, exchange)
+        return link if after is None else after

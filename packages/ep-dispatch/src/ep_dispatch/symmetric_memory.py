@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from . import checks
 from .agreement import Notice, agree
 from .checkpointing import CheckpointMemory
-from .collectives import _all_gather, gather_over_group
+from .collectives import _all_gather
 from .host import capturing, on_device, on_host
 from .implementation import EPImplementation, ExpertsForward
 from .links import GradNeeds, join_parameters, new_link
@@ -128,7 +128,7 @@ class SymmetricMemory(EPImplementation):
         ValueError: `max_tokens` or `max_rows_per_pair` is less than 1.
 
     Cost of a forward: rows there and back, two barriers each; one all-gather over TP. Memory:
-    `R * (H + K)` values of buffer in all layers of a group together, and in each layer `R` rows, which the
+    `R * (H + 2K)` values of buffer in all layers of a group together, and in each layer `R` rows, which the
     experts keep for backward. Backward: the same exchanges, for the gradients that any rank of the group
     needs (with `max_tokens`: all).
     """
@@ -199,10 +199,7 @@ class SymmetricMemory(EPImplementation):
         out = exchange_back(link if inner is None else inner, back, out, place, told[:, 0])
         if bad is not None:
             out = out * torch.where(bad, torch.nan, 1.0)  # so that gradients are NaN too
-        if self._slices:
-            with self.phase("combine"):
-                out = gather_over_group(out, self.tp_group, size=hidden_states.shape[0])
-        return out
+        return self._gather(out, hidden_states.shape[0])
 
     def _look(self, *, wait: bool = False) -> None:
         alarm = None if self.ep_group is None else _alarms.get(self.ep_group)

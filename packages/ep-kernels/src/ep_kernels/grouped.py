@@ -186,18 +186,6 @@ def counts_of(offsets: Tensor, num_rows: int) -> list[int]:
     return counts
 
 
-def choose_products(
-    offsets: Tensor,
-    num_slots: int,
-    dtype: torch.dtype,
-    *sizes: int,
-    backend: BackendRequest = "auto",
-) -> Products:
-    """The products of `num_slots` slots, by the backend of `choose_backend`."""
-    chosen = choose_backend(offsets.device, dtype, *sizes, backend=backend).backend
-    return products_of(chosen, offsets, num_slots)
-
-
 def products_of(backend: Backend, offsets: Tensor, num_slots: int) -> Products:
     """The products of `num_slots` slots by a backend. The loop's cost one host synchronization.
 

@@ -27,7 +27,7 @@ from .activation import (
     scaled_activation_backward,
     try_activation,
 )
-from .grouped import BackendRequest, choose_products, expert_of_slot
+from .grouped import BackendRequest, choose_backend, expert_of_slot, products_of
 from .local import touch
 from .products import Products, Taken
 from .rows import accumulation_dtype, segment_sums, slots_by_row
@@ -110,12 +110,12 @@ def experts_mlp(
     tensors = (rows, weights, *parameters.tensors())
     sizes = (*parameters.up.shape[1:], *parameters.down.shape[1:])
     # Without a slot too: a backend refuses on all ranks, or on none.
-    products = choose_products(offsets, row_of_slot.shape[0], dtype, *sizes, backend=backend)
+    chosen = choose_backend(rows.device, dtype, *sizes, backend=backend).backend
     if row_of_slot.shape[0] == 0:
         return touch(torch.zeros_like(rows), *tensors)
     plan = _Plan(
         spec=spec,
-        products=products,
+        products=products_of(chosen, offsets, row_of_slot.shape[0]),
         dtype=dtype,
         recomputes=recompute == "gate_up",
         copies=copies,
