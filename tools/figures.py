@@ -23,10 +23,12 @@ TOLD = (
     "exchange_alone",
     "bytes_ratio",
     "seconds",
+    "bound",
     "milliseconds",
     "kib_per_token",
     "activation_ratio",
     "activation_MB",
+    "activation_ratio_recompute",
     "rss_ratio",
     "rss_MB",
 )
@@ -305,6 +307,7 @@ def _step_figure(layout: str) -> Figure:
         with tempfile.TemporaryDirectory() as folder:
             moe_step.write_checkpoint(Path(folder))
             seconds = on_ranks(moe_step.step_seconds, folder, sizes)[0]
+            free = seconds.pop(moe_step.FREE)
             best = {
                 who: min(
                     (name for name in seconds if name.startswith(who)), key=seconds.__getitem__
@@ -313,18 +316,21 @@ def _step_figure(layout: str) -> Figure:
             }
             memory = {}  # of the fastest of each, in processes of their own
             for who, name in best.items():
-                ep = int(name.removeprefix(f"{who} ep="))
+                ep = moe_step.ep_of(name)
                 found = on_ranks(moe_step.step_memory, folder, sizes, ep, who == "ours")
                 memory[who] = list(zip(*found, strict=True))
-        kept = {who: sum(found[0]) for who, found in memory.items()}
-        peak = {who: max(found[1]) for who, found in memory.items()}
+        peak = {who: max(found[0]) for who, found in memory.items()}
+        kept = {who: sum(found[1]) for who, found in memory.items()}
+        recomputed = sum(memory["ours"][2])
         return ratio(
             seconds[best["native"]] / seconds[best["ours"]],
             "native transformers, its best implementation",
             f"{layout}: hidden 512, 64 experts of 256, top-8, 2 layers, 2 x 512 tokens per data rank",
             seconds={name: round(value, 3) for name, value in seconds.items()},
+            bound=seconds[best["native"]] / free,
             activation_ratio=kept["ours"] / kept["native"],
             activation_MB=[round(kept[who] / 8e6, 1) for who in best],
+            activation_ratio_recompute=recomputed / kept["native"],
             rss_ratio=peak["ours"] / peak["native"],
             rss_MB=[round(peak[who] / 1e6) for who in best],
         )

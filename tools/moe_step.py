@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2_fsdp4": {"tp_size": 2, "fsdp_size": 4},
     "fsdp8": {"fsdp_size": 8},
 }
+FREE = "no exchange"
 
 
 class Run(NamedTuple):
@@ -56,8 +57,40 @@ def ep_sizes(layout: dict[str, int]) -> list[int]:
     return sorted({layout.get("tp_size", 1), 8} - {1})
 
 
-def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> Run:
-    """Ours or the native one."""
+def no_exchange() -> str:
+    """The name of an implementation whose rows stay where they are: what a free exchange would take.
+
+    Each rank's experts get as many rows and slots as with an even routing, though not the right ones.
+    """
+    from ep_dispatch import EPImplementation, EPImplementationInterface
+
+    class NoExchange(EPImplementation):
+        def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            tokens = hidden_states.shape[0]
+            own = slice(
+                tokens * self.tp_rank // self.tp_size, tokens * (self.tp_rank + 1) // self.tp_size
+            )
+            local = index[own] % self.num_local_experts
+            out = self.run_experts(hidden_states[own], local, weights[own]).to(hidden_states.dtype)
+            return torch.nn.functional.pad(out, (0, 0, own.start, tokens - own.stop))
+
+    EPImplementationInterface.register("no_exchange", NoExchange)
+    return "no_exchange"
+
+
+def build(
+    folder: str,
+    layout: dict[str, int],
+    ep: int,
+    *,
+    ours: bool,
+    implementation: str = "auto",
+    recompute: str = "none",
+) -> Run:
+    """Ours, by an implementation, or the native one.
+
+    `recompute`: whether ours computes the experts' first projection again in backward.
+    """
     from transformers import AutoModelForCausalLM as Native
     from transformers.distributed import DistributedConfig as NativeConfig
 
@@ -65,10 +98,12 @@ def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> Run:
     from expert_parallel import AutoModelForCausalLM
 
     sizes = {**layout, "ep_size": ep}
-    config = DistributedConfig(**sizes)
+    config = DistributedConfig(**sizes, ep_implementation=implementation)
     model: Any
     if ours:
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=config, experts_recompute=recompute
+        )
     else:
         # "grouped_mm" is the fastest of transformers' implementations of experts here.
         model = Native.from_pretrained(
@@ -100,37 +135,67 @@ def build(folder: str, layout: dict[str, int], ep: int, *, ours: bool) -> Run:
 def step_seconds(
     rank: int, folder: str, layout: dict[str, int], repeats: int = 5
 ) -> dict[str, float]:
-    """Median seconds of a step, in turns, for each implementation and EP size."""
+    """Seconds of a step of each implementation and EP size.
+
+    Medians of the fastest of ours and of the native ones, in turns with ours if rows travelled for nothing.
+    """
     steps: dict[str, Callable[[], None]] = {}
     for ep in ep_sizes(layout):
         for ours in (False, True):
             name = f"{'ours' if ours else 'native'} ep={ep}"
             steps[name] = build(folder, layout, ep, ours=ours).step
+    timed_in_turns(steps, 1)  # of which the first of each does more
+    times = timed_in_turns(steps, 1)
+    both = {name: steps[name] for who in ("native", "ours") for name in [fastest(times, who)]}
+    ep = ep_of(fastest(times, "ours"))
+    free = build(folder, layout, ep, ours=True, implementation=no_exchange()).step
+    free()
+    times |= timed_in_turns({**both, FREE: free}, repeats)
+    gc.collect()
+    return {name: median(found) for name, found in times.items()}
+
+
+def ep_of(name: str) -> int:
+    """The EP size in a name of `step_seconds`."""
+    return int(name.partition(" ep=")[2])
+
+
+def fastest(times: dict[str, list[float]], who: str) -> str:
+    """The fastest of ours or of the native ones, by the first rank's clock."""
+    name = [min((n for n in times if n.startswith(who)), key=lambda n: median(times[n]))]
+    dist.broadcast_object_list(name)
+    return name[0]
+
+
+def timed_in_turns(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each step, all ranks together."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
             step()
             dist.barrier()
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-    gc.collect()
-    return {name: median(found) for name, found in times.items()}
+            times[name].append(time.perf_counter() - start)
+    return times
 
 
 def step_memory(rank: int, folder: str, layout: dict[str, int], ep: int, ours: bool) -> list[int]:
-    """Bytes that a forward keeps for backward, and the most memory that the rank's process ever held.
+    """The most memory that the rank's process ever held, and bytes that a forward keeps for backward.
 
-    That of loading and of the libraries included: one implementation in a process.
+    That of loading and of the libraries included: one implementation in a process. Ours also: what a
+    forward keeps with `experts_recompute="gate_up"`.
     """
     run = build(folder, layout, ep, ours=ours)
     run.step()
-    kept = kept_bytes(run)
-    run.step()
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return [kept, 1024 * int(peak)]
+    found = [1024 * int(peak), kept_bytes(run)]
+    if ours:
+        del run
+        gc.collect()
+        found.append(kept_bytes(build(folder, layout, ep, ours=True, recompute="gate_up")))
+    return found
 
 
 def storages(x: Tensor) -> Iterator[torch.UntypedStorage]:
