@@ -18,7 +18,7 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ["ep-mesh", "ep-kernels", "ep-dispatch", "ep-plans", "ep-trainer", "expert-parallel"]
 PATHS = {"ep-testing": "tools/ep-testing"} | {p: f"packages/{p}" for p in PACKAGES}
-DEV_GROUPS = ["test", "lint", "typecheck", "demo"]
+DEV_GROUPS = ["test", "lint", "typecheck", "demo", "micro"]
 
 # uv does not read pip's settings, so hand over where packages come from.
 for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
@@ -113,6 +113,40 @@ def triton(session: nox.Session) -> None:
     session.run("pytest", "packages/ep-kernels/tests/test_triton.py", env=TEST_ENV)
     buffers = "packages/ep-dispatch/tests/test_symmetric_memory.py"
     session.run("pytest", buffers, "-k", "kernel", env=TEST_ENV)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure HEAD with asv, and build the pages in .asv/html; `-- ARGUMENTS` are asv's own."""
+    asv(session, *(session.posargs or ["run", "--skip-existing-successful", "HEAD^!"]))
+    if not session.posargs:
+        asv(session, "publish")
+
+
+@nox.session
+def bench_compare(session: nox.Session) -> None:
+    """Measure `-- BASE HEAD` where no results are kept, and fail if anything grew too much."""
+    if len(session.posargs) != 2:
+        session.error("give two commits: nox -s bench_compare -- BASE HEAD")
+    for commit in session.posargs:
+        asv(session, "run", "--skip-existing-successful", f"{commit}^!")
+    session.run("python", "benchmarks/compare.py", *session.posargs)
+
+
+def asv(session: nox.Session, *arguments: str) -> None:
+    """Run asv on the machine of the name in EP_MACHINE, or on "local"."""
+    install(session, *group("bench"))
+    machine = os.environ.get("EP_MACHINE", "local")
+    chosen = ["--machine", machine] if arguments[0] == "run" else []
+    with session.chdir("benchmarks"):
+        session.run("asv", "machine", "--yes", "--machine", machine, silent=True)
+        session.run("asv", *arguments, *chosen, env={"UV_FIND_LINKS": None})
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def micro(session: nox.Session) -> None:
+    """Kernels and index work by themselves; `-- --benchmark-save=NAME`, `--benchmark-compare`."""
+    run_dev(session, "pytest", "benchmarks/micro", *session.posargs)
 
 
 @nox.session

@@ -325,7 +325,7 @@ def _step_figure(layout: str) -> Figure:
         return ratio(
             seconds[best["native"]] / seconds[best["ours"]],
             "native transformers, its best implementation",
-            f"{layout}: hidden 512, 64 experts of 256, top-8, 2 layers, 2 x 512 tokens per data rank",
+            f"{layout}: {moe_step.DEFAULT}",
             seconds={name: round(value, 3) for name, value in seconds.items()},
             bound=seconds[best["native"]] / free,
             activation_ratio=kept["ours"] / kept["native"],

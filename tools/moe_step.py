@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-BATCH, LENGTH, VOCABULARY = 2, 512, 1024
+VOCABULARY = 1024
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp8": {"tp_size": 8},
     "tp4_fsdp2": {"tp_size": 4, "fsdp_size": 2},
@@ -22,6 +23,28 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "fsdp8": {"fsdp_size": 8},
 }
 FREE = "no exchange"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Qwen3-MoE, and of the batch of a data shard."""
+
+    hidden: int = 512
+    intermediate: int = 256
+    experts: int = 64
+    top_k: int = 8
+    layers: int = 2
+    batch: int = 2
+    length: int = 512
+
+    def __str__(self) -> str:
+        return (
+            f"hidden {self.hidden}, {self.experts} experts of {self.intermediate}, top-{self.top_k}, "
+            f"{self.layers} layers, {self.batch} x {self.length} tokens per data rank"
+        )
+
+
+DEFAULT = Sizes()
 
 
 class Run(NamedTuple):
@@ -32,22 +55,22 @@ class Run(NamedTuple):
     step: Callable[[], None]
 
 
-def write_checkpoint(folder: Path) -> None:
-    """A Qwen3-MoE of 2 layers, hidden 512, 64 experts of 256, top-8."""
+def write_checkpoint(folder: Path, sizes: Sizes = DEFAULT) -> None:
+    """A Qwen3-MoE with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
-        hidden_size=512,
-        num_hidden_layers=2,
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
         num_attention_heads=8,
         num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=1024,
-        moe_intermediate_size=256,
-        num_experts=64,
-        num_experts_per_tok=8,
+        head_dim=sizes.hidden // 8,
+        intermediate_size=2 * sizes.hidden,
+        moe_intermediate_size=sizes.intermediate,
+        num_experts=sizes.experts,
+        num_experts_per_tok=sizes.top_k,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
@@ -86,6 +109,7 @@ def build(
     ours: bool,
     implementation: str = "auto",
     recompute: str = "none",
+    shape: Sizes = DEFAULT,
 ) -> Run:
     """Ours, by an implementation, or the native one.
 
@@ -118,7 +142,8 @@ def build(
     optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=1e-4)
     batch = config.layout.batch_of(dist.get_rank())
     generator = torch.Generator().manual_seed(batch)
-    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (shape.batch, shape.length), generator=generator)
+    ids = ids.to(model.device)
 
     def loss() -> Tensor:
         out: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss

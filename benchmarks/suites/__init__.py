@@ -1,0 +1,1 @@
+"""What asv tracks from commit to commit."""
