@@ -125,12 +125,16 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def bench_compare(session: nox.Session) -> None:
-    """Measure `-- BASE HEAD` where no results are kept, and fail if anything grew too much."""
-    if len(session.posargs) != 2:
+    """Measure `-- BASE HEAD` where no results are kept, and fail if anything grew too much.
+
+    Further arguments are those of `asv run`, such as `--bench Dispatch`.
+    """
+    if len(session.posargs) < 2:
         session.error("give two commits: nox -s bench_compare -- BASE HEAD")
-    for commit in session.posargs:
-        asv(session, "run", "--skip-existing-successful", f"{commit}^!")
-    session.run("python", "benchmarks/compare.py", *session.posargs)
+    base, head, *options = session.posargs
+    for commit in (base, head):
+        asv(session, "run", "--skip-existing-successful", *options, f"{commit}^!")
+    session.run("python", "benchmarks/compare.py", base, head)
 
 
 def asv(session: nox.Session, *arguments: str) -> None:
