@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from expert_parallel import safetensors_file
-from expert_parallel.safetensors_file import FileWriter, layout, row_pieces
+from ep_plans import safetensors_file
+from ep_plans.safetensors_file import FileWriter, layout, row_pieces
 
 TENSORS = {
     "bool": torch.tensor([True, False, True]),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_parallel.boxes import (
+from ep_plans.boxes import (
     Box,
     Part,
     clipped,
