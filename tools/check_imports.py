@@ -26,7 +26,7 @@ ALLOWED = {
     "ep_kernels": {"torch"},
     "ep_dispatch": {"torch"},
     "ep_plans": {"torch", "ep_mesh", "ep_dispatch"},
-    "ep_trainer": TRAINER,
+    "ep_trainer": TRAINER | {"numpy"},
     "expert_parallel": TRAINER
     | {"ep_trainer", "safetensors", "huggingface_hub", "typer", "rich", "yaml"},
 }

@@ -1,7 +1,17 @@
 """How it learns: a transformers Trainer for expert-parallel models."""
 
 from ep_trainer.accelerator import LayoutAccelerator
+from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
 from ep_trainer.meters import ExpertLoad, Memory, Meter, Speed
 from ep_trainer.trainer import EPTrainer
 
-__all__ = ["EPTrainer", "ExpertLoad", "LayoutAccelerator", "Memory", "Meter", "Speed"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointOptions",
+    "EPTrainer",
+    "ExpertLoad",
+    "LayoutAccelerator",
+    "Memory",
+    "Meter",
+    "Speed",
+]

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
 
 Batch = Mapping[str, Any]
@@ -47,6 +48,43 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
         """The norm, nothing is clipped."""
+        raise NotImplementedError
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints are sharded ones."""
+        raise NotImplementedError
+
+    def save_training_state(self, run: str) -> None:
+        """Save a checkpoint in the directory of the run."""
+        raise NotImplementedError
+
+    def load_model_state(self, checkpoint: str) -> None:
+        """Load the model of a checkpoint."""
+        raise NotImplementedError
+
+    def load_training_state(self, checkpoint: str) -> None:
+        """Load what else is in a checkpoint."""
+        raise NotImplementedError
+
+    def load_random_state(self, checkpoint: str) -> None:
+        """Load the random generators' states."""
+        raise NotImplementedError
+
+    def resumed_position(self, checkpoint: str) -> tuple[int, int]:
+        """Epochs and micro-batches that are done."""
+        raise NotImplementedError
+
+    def at_epoch_begin(self, epoch: int, skipped: int, micro_batches: int) -> None:
+        """An epoch begins."""
+        raise NotImplementedError
+
+    def at_step_boundary(self) -> None:
+        """A step is done; nothing is logged or saved yet."""
+        raise NotImplementedError
+
+    def finish_saves(self) -> None:
+        """The training is done: saves in the background must be too."""
         raise NotImplementedError
 
     # -- the hooks of transformers
@@ -105,6 +143,69 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """The sampler with one order on all ranks."""
         raise NotImplementedError
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not self.writes_shards:
+            super()._save_checkpoint(model, trial)
+            return
+        if trial is None:
+            self.store_flos()
+        self.save_training_state(str(self._get_output_dir(trial=trial)))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if self.is_sharded:
+            self.load_model_state(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self.is_sharded:
+            self.load_model_state(str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None:
+            self.load_training_state(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if not self.is_sharded:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None:
+            self.load_random_state(checkpoint)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        # max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        checkpoint = kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None)
+        if self.is_sharded and checkpoint is not None:
+            return self.resumed_position(checkpoint)
+        return epochs, batches
+
+    def _run_epoch(self, **kwargs: Any) -> None:  # type: ignore[override, unused-ignore]
+        if self.is_sharded:
+            epoch, loader = kwargs["epoch"], kwargs["train_dataloader"]
+            resumed = (
+                kwargs["resume_from_checkpoint"] is not None and epoch == kwargs["epochs_trained"]
+            )
+            skipped = kwargs["steps_trained_in_current_epoch"] if resumed else 0
+            self.at_epoch_begin(epoch, skipped, kwargs["steps_in_epoch"])
+            set_epoch(loader, epoch)
+        super()._run_epoch(**kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_sharded:
+            self.at_step_boundary()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_sharded:
+            self.finish_saves()
+        return super()._finalize_training(*args, **kwargs)
+
     @property
     def label_positions_are_shifted(self) -> bool:
         """Whether the model's loss predicts label `i + 1` at position `i`."""
@@ -161,6 +262,61 @@ def save_beside_model(trainer: Trainer, folder: str) -> None:
     torch.save(trainer.args, Path(folder) / TRAINING_ARGS_NAME)
 
 
+def save_settings(trainer: Trainer, folder: str) -> None:
+    """Write what an export of the model needs: its configs, and what is beside a model."""
+    for name in ("config", "generation_config"):
+        settings = getattr(trainer.model, name, None)
+        if settings is not None:
+            settings.save_pretrained(folder)
+    save_beside_model(trainer, folder)
+
+
+def save_trainer_state(trainer: Trainer, folder: str) -> None:
+    """Write the state of the trainer, and of the callbacks that export theirs."""
+    states: Any = trainer.state.stateful_callbacks
+    stopping, trainer.control.should_training_stop = trainer.control.should_training_stop, False
+    try:
+        for call in [*trainer.callback_handler.callbacks, trainer.control]:
+            if not isinstance(call, ExportableState):
+                continue
+            name = type(call).__name__
+            if isinstance(states.get(name), list):
+                states[name].append(call.state())
+            else:
+                states[name] = call.state()
+    finally:
+        trainer.control.should_training_stop = stopping
+    trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+
+
+def push_checkpoint(trainer: Trainer, folder: str) -> None:
+    """Push a checkpoint as transformers does."""
+    trainer._push_from_checkpoint(folder)
+
+
+def train_batch_size(trainer: Trainer) -> int:
+    """Samples of a micro-batch in a data shard."""
+    return int(trainer._train_batch_size)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell every sampler of a loader the epoch.
+
+    transformers and accelerate look one or two levels deep, and a loader that skips batches has
+    one more, so that a run resumed in its second epoch would draw the first one's order.
+    """
+    todo = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    seen = set()
+    while todo:
+        sampler = todo.pop()
+        if sampler is None or id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+
+
 def rank_in_worker_seed(loader: DataLoader[Any], shard: int) -> None:
     """Seed the loader's workers by data shard instead of by rank, as transformers does."""
     seed = loader.worker_init_fn
@@ -192,10 +348,15 @@ __all__ = [
     "HookedTrainer",
     "LengthGroupedSampler",
     "ShiftingSmoother",
+    "push_checkpoint",
     "rank_in_worker_seed",
     "rebalance_for",
     "remember_data_loader",
     "save_beside_model",
+    "save_settings",
+    "save_trainer_state",
+    "set_epoch",
+    "train_batch_size",
     "use_cpu_ranks",
     "use_one_device",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
@@ -189,7 +189,13 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         state = self.gradient_state
         if state.active_dataloader is None or not state.end_of_dataloader:
             return None
-        return int(state.remainder) if state.remainder > 0 else None
+        remainder = state.remainder
+        skipping = getattr(state.active_dataloader, "batch_sampler", None)
+        if isinstance(skipping, SkipBatchSampler) and not skipping.batch_sampler.drop_last:
+            # accelerate does not see through a loader that skips batches (a resumed epoch).
+            samples = len(state.active_dataloader.dataset)
+            remainder = samples % (skipping.batch_sampler.batch_size * self.data_shards)
+        return int(remainder) if remainder > 0 else None
 
 
 def mirror(layout: Layout) -> ParallelismConfig:

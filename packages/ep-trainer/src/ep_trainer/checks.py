@@ -59,34 +59,8 @@ def check_saves(model: nn.Module) -> None:
         )
 
 
-def check_resume(resume_from_checkpoint: Any) -> None:
-    """Refuse to resume.
-
-    Raises:
-        ValueError: if asked to.
-    """
-    if resume_from_checkpoint:
-        raise ValueError(
-            f"resume_from_checkpoint={resume_from_checkpoint!r}: checkpoints of a sharded run hold "
-            "the model only in this version. Load that folder with from_pretrained(..., "
-            "distributed_config=...) and train from there; the optimizer starts anew."
-        )
-
-
 def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
     loader: Any = args.accelerator_config
-    strategy = _value(args.save_strategy)
-    if strategy != "no" and not args.save_only_model:
-        yield (
-            f"save_strategy={strategy!r}: the optimizer's state of a sharded model is not saved in "
-            "this version; pass save_only_model=True (an ordinary checkpoint of the model) or "
-            'save_strategy="no"'
-        )
-    if args.load_best_model_at_end:
-        yield (
-            "load_best_model_at_end=True: a checkpoint is not loaded into a sharded model in this "
-            'version; save_strategy="best" with save_only_model=True keeps the best checkpoint'
-        )
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name):
             yield f"{name}: the model is sharded already, as its DistributedConfig says; leave it out"

@@ -24,10 +24,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from ep_mesh import Layout, ParallelMesh
 from ep_plans import clip_grad_norm_, grad_norm, parallel_state
 from ep_trainer import _compat
-from ep_trainer._compat import HookedTrainer
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.balancing import BalancingLoss
-from ep_trainer.checks import check_arguments, check_devices, check_model, check_resume, check_saves
+from ep_trainer.checkpoint.options import CheckpointOptions
+from ep_trainer.checkpoint.training import CheckpointingTrainer
+from ep_trainer.checks import check_arguments, check_devices, check_model, check_saves
 from ep_trainer.data import check_shared, count_labels, without_fillers
 from ep_trainer.meters import Meter
 from ep_trainer.optim import split_by_mesh
@@ -36,7 +37,7 @@ RealRows = tuple[int, int] | None
 """Rows of a batch that are in the global batch, and rows of it in all; None: no row only fills up."""
 
 
-class EPTrainer(HookedTrainer):
+class EPTrainer(CheckpointingTrainer):
     """Trains a sharded model as `transformers.Trainer` trains it in one process.
 
     The arguments are `transformers.Trainer`'s; the model was loaded or sharded by
@@ -44,6 +45,9 @@ class EPTrainer(HookedTrainer):
     of a data shard, and there are `fsdp * dp_replicate` of them: the ranks of a TP group get
     the same one. Losses, token counts, predictions and gradient norms are those of the global
     batch, each sample once. A model that nobody sharded is trained as by `transformers.Trainer`.
+
+    Checkpoints are sharded (`ep_trainer.checkpoint`): every rank writes its part, and any layout
+    resumes from them. `checkpoint_options` says how; `register_for_checkpoint` adds state.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
@@ -55,6 +59,7 @@ class EPTrainer(HookedTrainer):
         model: PreTrainedModel | nn.Module | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
+        checkpoint_options: CheckpointOptions | None = None,
         **named: Any,
     ) -> None:
         state = None if model is None else parallel_state(model)
@@ -64,6 +69,7 @@ class EPTrainer(HookedTrainer):
         self._real_rows_of: dict[int, RealRows] = {}
         self._real_rows: RealRows = None
         self._balancing: BalancingLoss | None = None
+        self._init_checkpoints(checkpoint_options)
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
@@ -81,7 +87,8 @@ class EPTrainer(HookedTrainer):
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
         check_arguments(args, mesh.layout)
-        if args.save_strategy != "no":
+        saves = args.save_strategy != "no"
+        if saves and (args.save_only_model or self.checkpoint_options.save_hf):
             check_saves(model)
         if mesh.device_type == "cpu" and args.device.type == "cpu" and args.world_size == 1:
             _compat.use_cpu_ranks(args)
@@ -149,6 +156,7 @@ class EPTrainer(HookedTrainer):
             batch, real_rows = self._global_rows(batch)
             self._real_rows_of[id(batch)] = real_rows
             batches.append(batch)
+        self.count_samples(len(batches))
         return batches, self.count_items(batches, device)
 
     def _global_rows(self, batch: Any) -> tuple[Any, RealRows]:
@@ -324,10 +332,12 @@ class EPTrainer(HookedTrainer):
     # -- saving
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train."""
-        if self.is_sharded:
-            check_resume(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        """Train; `resume_from_checkpoint=True` goes on from the newest complete checkpoint."""
+        if not self.is_sharded:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.checkpointed_run():
+            checkpoint = self.found_checkpoint(resume_from_checkpoint)
+            return super().train(checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary checkpoint that plain transformers loads. Every rank must call it."""

@@ -1,0 +1,150 @@
+"""The law of resuming: a run that is stopped and goes on, in any layout, is the run that isn't.
+
+Each layout trains once and saves on the way; from there every layout goes on, and its losses are
+those of the run that went on by itself. The model that resumes begins with other weights, so all
+that it has comes out of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from dispatching import dispatching
+from test_trainer import GLOBAL_BATCH, Sentences, arguments, build
+from torch.distributed.tensor import DTensor
+
+from ep_mesh import DistributedConfig
+from ep_testing import RankPool
+from ep_trainer import CheckpointOptions, EPTrainer
+from expert_parallel import parallelize
+
+STEPS = 9
+# Two steps into the first epoch; and into the second one, whose order is another.
+SAVED = (2, 7)
+# Five steps of two micro-batches, and one of a micro-batch of 4 samples that is filled up.
+SAMPLES = 84
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp8": dispatching(tp_size=8, ep_size=8),
+    "tp4-fsdp2": dispatching(tp_size=4, fsdp_size=2, ep_size=4),
+    "tp2-fsdp4": dispatching(tp_size=2, fsdp_size=4, ep_size=4),
+    "fsdp8": dispatching(fsdp_size=8, ep_size=8),
+    "hsdp": dispatching(tp_size=2, fsdp_size=2, dp_replicate_size=2, ep_size=4),
+    "one": {},
+}
+SAMPLE = [
+    ("tp2-fsdp4", "tp2-fsdp4"),
+    ("tp2-fsdp4", "tp8"),
+    ("tp2-fsdp4", "one"),
+    ("one", "hsdp"),
+    ("one", "fsdp8"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The losses and gradient norms by step, and a fingerprint of all weights on this rank."""
+
+    loss: dict[int, float]
+    norm: dict[int, float]
+    weights: tuple[bytes, ...]
+
+
+class SaveAt(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in SAVED
+
+
+def train(
+    rank: int,
+    sizes: dict[str, Any],
+    folder: str,
+    resume: str | None = None,
+    seed: int = 0,
+    changes: dict[str, Any] | None = None,
+) -> Run:
+    config = DistributedConfig(**sizes)
+    model = build()
+    if seed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(seed))
+    values = {"max_steps": STEPS, "logging_steps": 1, "use_cpu": True} | (changes or {})
+    args = arguments(folder, GLOBAL_BATCH // config.dp_size, **values)
+    trainer = EPTrainer(
+        parallelize(model, config),
+        args,
+        train_dataset=Sentences(SAMPLES),
+        callbacks=[] if resume else [SaveAt()],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    first = int(resume.rpartition("-")[2]) if resume else 0
+    logs = [e for e in trainer.state.log_history if "loss" in e and e["step"] > first]
+    return Run(
+        {entry["step"]: entry["loss"] for entry in logs},
+        {entry["step"]: float(entry["grad_norm"]) for entry in logs},
+        tuple(_bytes(parameter) for parameter in model.parameters()),
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().numpy().tobytes()
+
+
+def world(layout: str) -> int:
+    return 1 if layout == "one" else 8
+
+
+def pairs(whole: bool) -> list[tuple[str, str]]:
+    return [(a, b) for a in LAYOUTS for b in LAYOUTS] if whole else SAMPLE
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "source" in metafunc.fixturenames:
+        chosen = pairs(metafunc.config.getoption("--all-layouts"))
+        metafunc.parametrize(("source", "target"), chosen)
+
+
+@pytest.fixture(scope="module")
+def saved(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, list[Run]]]:
+    """The directory and the runs of a layout that was trained once, without interruption."""
+
+    @functools.cache
+    def run(layout: str) -> tuple[Path, list[Run]]:
+        folder = tmp_path_factory.mktemp(layout)
+        sizes = LAYOUTS[layout]
+        return folder, ranks.run(train, sizes, str(folder), world=world(layout), timeout=240)
+
+    return run
+
+
+@pytest.mark.parametrize("step", SAVED)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    ranks: RankPool,
+    saved: Callable[[str], tuple[Path, list[Run]]],
+    source: str,
+    target: str,
+    step: int,
+) -> None:
+    folder, expected = saved(source)
+    checkpoint = str(folder / f"checkpoint-{step}")
+    found = ranks.run(
+        train, LAYOUTS[target], str(folder), checkpoint, 1, world=world(target), timeout=240
+    )
+    for rank, run in enumerate(found):
+        after = {step: loss for step, loss in expected[0].loss.items() if step in run.loss}
+        assert sorted(run.loss) == list(range(step + 1, STEPS + 1))
+        if source == target:
+            assert run.loss == {step: expected[rank].loss[step] for step in run.loss}
+            assert run.weights == expected[rank].weights
+        else:
+            assert run.loss == pytest.approx(after, rel=1e-6)

@@ -1,0 +1,360 @@
+"""Saving and loading sharded state: who communicates when.
+
+[Note: threads and collectives]
+A save has three parts. Planning, in the main thread: every rank tells what it holds (one
+all-gather of objects, on a gloo group for such talk), and all compute the same plan. Writing,
+in a thread if it is asynchronous: files only. Committing, in the same thread: every rank tells whether it
+has written (an all-gather on a second gloo group that nothing else uses, so it can't be mixed up
+with training's collectives); then the first rank writes the indices and the manifest and renames
+the directory, and tells how that went. What failed is raised on all ranks by the next `save` or
+`wait`, which are called by all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from ep_trainer.checkpoint.errors import CheckpointError, exchange
+from ep_trainer.checkpoint.files import flush, read_json, write_json
+from ep_trainer.checkpoint.manifest import (
+    Manifest,
+    check_checkpoint,
+    checkpoints,
+    put_in_place,
+    saving_folder,
+    section,
+    small_files,
+    tidy,
+    write_manifest,
+)
+from ep_trainer.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
+from ep_trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+
+OPTIMIZER = "optimizer.json"
+
+
+@dataclass
+class Contents:
+    """What this rank puts into a checkpoint.
+
+    Attributes:
+        sections: tensors by section and name; those that this rank holds a part of.
+        told: what the other ranks should know too (`gathered` gets it), of any kind.
+        gathered: on the first rank, given what each rank told: writes small files.
+        own_file: name and content of this rank's own small file, written by `torch.save`.
+    """
+
+    sections: Mapping[str, Mapping[str, Tensor]]
+    told: Any = None
+    gathered: Callable[[Path, list[Any]], None] | None = None
+    own_file: tuple[str, Any] | None = None
+
+
+@dataclass
+class _Section:
+    planner: BoxSavePlanner
+    plan: SavePlan
+    metadata: Metadata
+
+
+@dataclass
+class _Job:
+    folder: Path
+    sections: Mapping[str, _Section]
+    manifest: Manifest
+    contents: Contents
+    told: list[Any]
+    then: Callable[[], None] | None
+    error: BaseException | None = None
+    thread: threading.Thread | None = field(default=None)
+
+
+class Checkpointer:
+    """Writes checkpoints of the ranks' shards and reads them, in any layout.
+
+    Every rank makes one and calls its methods in the same order. Paths are on a file system that
+    all ranks see. Making one makes two process groups (gloo).
+    """
+
+    def __init__(self) -> None:
+        self._talk, self._commits = _groups()
+        self._job: _Job | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is there once."""
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group for small talk in the main thread; None without processes."""
+        return self._talk
+
+    # -- saving
+
+    @contextmanager
+    def preparing(self, folder: Path) -> Iterator[Path]:
+        """An empty directory that `save` will make `folder`; the first rank fills it beforehand.
+
+        Raises:
+            CheckpointError: on the other ranks, if it fails on one.
+        """
+        self.wait()
+        new = saving_folder(folder)
+        with self.together(f"Preparing {folder}"):
+            if self.is_first:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                tidy(folder.parent)
+                new.mkdir()
+        with self.together(f"Writing into {new}"):
+            yield new
+
+    def save(
+        self,
+        folder: Path,
+        contents: Contents,
+        manifest: Manifest,
+        *,
+        in_background: bool,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint, of which `preparing` made the directory.
+
+        Args:
+            folder: where it will be when it is complete.
+            contents: this rank's part.
+            manifest: what it is; its files are found out.
+            in_background: copy what is written to host memory and give back at once.
+            then: run on the first rank when the checkpoint is in place.
+
+        Raises:
+            CheckpointError: planning failed, here or on another rank; with `in_background=False`
+                writing too.
+        """
+        job = self._planned(folder, contents, manifest, then)
+        if not in_background:
+            self._run(job)
+            if job.error is not None:
+                raise job.error
+            return
+        with self.together("Copying the state to host memory"):
+            for each in job.sections.values():
+                each.planner.stage(each.plan)
+        job.thread = threading.Thread(
+            target=self._run, args=(job,), name=f"save {folder.name}", daemon=True
+        )
+        self._job = job
+        job.thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the save in the background; every rank must call.
+
+        Raises:
+            CheckpointError: it failed, on this rank or another.
+        """
+        job, self._job = self._job, None
+        if job is None or job.thread is None:
+            return
+        job.thread.join(timeout)
+        if job.error is not None:
+            raise job.error
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run the body on every rank; if it raises on one, raise on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+            error = caught
+        exchange(None, error, what, self._talk)
+
+    def _planned(
+        self,
+        folder: Path,
+        contents: Contents,
+        manifest: Manifest,
+        then: Callable[[], None] | None,
+    ) -> _Job:
+        error: Exception | None = None
+        planners: dict[str, BoxSavePlanner] = {}
+        plans: dict[str, SavePlan] = {}
+        try:
+            for name, tensors in contents.sections.items():
+                planners[name] = BoxSavePlanner()
+                planners[name].set_up_planner(tensors)
+                plans[name] = planners[name].create_local_plan()
+        except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+            error = caught
+        said = exchange((plans, contents.told), error, f"Planning {folder}", self._talk)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        sections = {}
+        for name, planner in planners.items():
+            # The same on all ranks, so a problem is raised on all.
+            kept, metadata = planner.create_global_plan([each[name] for each, _ in said])
+            sections[name] = _Section(planner, kept[rank], metadata)
+        told = [each for _, each in said]
+        return _Job(folder, sections, manifest, contents, told, then)
+
+    def _run(self, job: _Job) -> None:
+        """Write and commit. Whatever happens, every rank makes the same two all-gathers."""
+        try:
+            results: Any = None
+            error: Exception | None = None
+            try:
+                results = self._written(job)
+            except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+                error = caught
+            what = f"Writing {job.folder}"
+            try:
+                said = exchange(results, error, what, self._commits)
+                error = None
+                if self.is_first:
+                    try:
+                        self._commit(job, said)
+                    except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+                        error = caught
+                exchange(None, error, what, self._commits)
+            finally:
+                if self.is_first and saving_folder(job.folder).exists():
+                    shutil.rmtree(saving_folder(job.folder), ignore_errors=True)
+            if self.is_first and job.then is not None:
+                job.then()
+        except Exception as caught:  # noqa: BLE001 (raised by the next call)
+            job.error = caught
+
+    def _written(self, job: _Job) -> Any:
+        folder = saving_folder(job.folder)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        results = {}
+        for name, each in job.sections.items():
+            path = section(folder, name)
+            path.mkdir(parents=True, exist_ok=True)
+            writer = SafetensorsWriter(path, rank)
+            results[name] = writer.write_data(each.plan, each.planner).value()
+            flush(path)
+        if job.contents.own_file is not None:
+            name, content = job.contents.own_file
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path)
+            flush(path)
+        return results
+
+    def _commit(self, job: _Job, said: list[Any]) -> None:
+        folder = saving_folder(job.folder)
+        for name, each in job.sections.items():
+            writer = SafetensorsWriter(section(folder, name))
+            writer.finish(each.metadata, [results[name] for results in said])
+        if job.contents.gathered is not None:
+            job.contents.gathered(folder, job.told)
+        files = small_files(folder)
+        write_manifest(folder, _with_files(job.manifest, job.sections, files))
+        put_in_place(job.folder)
+
+    # -- loading
+
+    def check(self, folder: Path, *, values: bool) -> Manifest:
+        """Check a checkpoint, each rank a part of its tensors; the same verdict on all ranks.
+
+        Raises:
+            CheckpointError: names the file and the key; nothing has been changed.
+        """
+        rank, size = 0, 1
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        manifest: Manifest | None = None
+        with self.together(f"Checking {folder}"):
+            manifest = check_checkpoint(folder, values=values, part=rank, parts=size)
+        assert manifest is not None
+        return manifest
+
+    def newest(self, run: Path) -> Path | None:
+        """The newest complete checkpoint of a run, as the first rank sees it."""
+        found: Path | None = None
+        with self.together(f"Looking for checkpoints in {run}"):
+            if self.is_first:
+                tidy(run)
+                found = next((path for _, path in checkpoints(run)), None)
+        return exchange(found, None, "", self._talk)[0]  # type: ignore[no-any-return]
+
+    def stored(self, folder: Path, name: str) -> Mapping[str, Any]:
+        """DCP's metadata of the tensors of a section, by name."""
+        return SafetensorsReader(section(folder, name)).read_metadata().state_dict_metadata
+
+    def load(self, folder: Path, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Read this rank's parts into the tensors of each section.
+
+        Raises:
+            CheckpointError: they don't fit, on this rank or another; nothing has been changed.
+        """
+        reads = []
+        with self.together(f"Loading {folder}"):
+            for name, tensors in targets.items():
+                path = section(folder, name)
+                reader, planner = SafetensorsReader(path), BoxLoadPlanner(str(path))
+                planner.set_up_planner(tensors, reader.read_metadata())
+                reads.append((reader, planner, planner.create_local_plan()))
+        with self.together(f"Reading {folder}"), torch.no_grad():
+            for reader, planner, plan in reads:
+                reader.read_data(plan, planner)
+
+
+def read_optimizer(folder: Path) -> Mapping[str, Any]:
+    """The description of the optimizer in a checkpoint."""
+    found: Mapping[str, Any] = read_json(folder / OPTIMIZER)
+    return found
+
+
+def write_optimizer(folder: Path, described: Mapping[str, Any]) -> None:
+    """Write it."""
+    write_json(folder / OPTIMIZER, described)
+
+
+def _with_files(
+    manifest: Manifest, sections: Mapping[str, Any], files: Mapping[str, tuple[int, int]]
+) -> Manifest:
+    return Manifest(
+        step=manifest.step,
+        layout=manifest.layout,
+        world_size=manifest.world_size,
+        sections=tuple(sections),
+        files=files,
+        versions=manifest.versions,
+    )
+
+
+# Per default group, so that further trainers of a program make none.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+_known = weakref.WeakKeyDictionary()
+
+
+def _groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None:
+        return None, None
+    if world not in _known:
+        _known[world] = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    return _known[world]
+
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Contents",
+    "read_optimizer",
+    "write_optimizer",
+]

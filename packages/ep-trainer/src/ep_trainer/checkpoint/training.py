@@ -1,0 +1,392 @@
+"""What `EPTrainer` does with checkpoints: which state goes in, and how it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ep_mesh import Layout, ParallelMesh
+from ep_trainer import _compat
+from ep_trainer._compat import HookedTrainer
+from ep_trainer.checkpoint.checkpointer import (
+    OPTIMIZER,
+    Checkpointer,
+    Contents,
+    read_optimizer,
+    write_optimizer,
+)
+from ep_trainer.checkpoint.errors import CheckpointError
+from ep_trainer.checkpoint.files import read_json, write_json
+from ep_trainer.checkpoint.manifest import Manifest, read_manifest, rotate
+from ep_trainer.checkpoint.options import CheckpointOptions
+from ep_trainer.checkpoint.position import Position
+from ep_trainer.checkpoint.preemption import StopSignals
+from ep_trainer.checkpoint.randomness import random_state, set_random_state
+from ep_trainer.checkpoint.state import (
+    load_scheduler,
+    merged_descriptions,
+    model_tensors,
+    optimizer_state,
+    optimizer_targets,
+    scheduler_state,
+)
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER, _POSITION, _EXTRA = "scheduler.pt", "position.json", "extra.json"
+_AFTER_AN_ERROR_S = 60.0
+
+
+class Checkpointed(Protocol):
+    """An object of a run that is saved and loaded with it.
+
+    Its state is a flat dict of tensors (DTensors: each rank its part; plain ones: the same on
+    all ranks) and values that JSON can hold.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state."""
+
+
+class CheckpointingTrainer(HookedTrainer):
+    """The part of `EPTrainer` that saves and resumes."""
+
+    mesh: ParallelMesh | None
+    checkpoint_options: CheckpointOptions
+
+    def _init_checkpoints(self, options: CheckpointOptions | None) -> None:
+        self.checkpoint_options = options or CheckpointOptions()
+        self.save_stalls: list[float] = []
+        """Seconds that training waited for each checkpoint."""
+        self._checkpointer: Checkpointer | None = None
+        self._registered: dict[str, Checkpointed] = {}
+        self._signals: StopSignals | None = None
+        self._stopping = False
+        self._epoch = self._samples_done = self._samples_in_run_epoch = 0
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes."""
+        raise NotImplementedError
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Writes and reads this run's checkpoints; all ranks make it at the same time."""
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer()
+        return self._checkpointer
+
+    def register_for_checkpoint(self, name: str, thing: Checkpointed) -> None:
+        """Save `thing` with every checkpoint and load it when resuming.
+
+        Raises:
+            ValueError: the name is taken, or can't be one.
+        """
+        if name in self._registered or "/" in name or not name:
+            raise ValueError(
+                f"register_for_checkpoint({name!r}): names are not empty, hold no slash and are "
+                f"given once; registered are {sorted(self._registered)}."
+            )
+        self._registered[name] = thing
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints are sharded ones: not if only the model for plain use is wanted."""
+        return self.is_sharded and (
+            not self.args.save_only_model or bool(self.args.load_best_model_at_end)
+        )
+
+    # -- a run
+
+    @contextmanager
+    def checkpointed_run(self) -> Iterator[None]:
+        """Note signals during a run, and let its last save end with it."""
+        options = self.checkpoint_options
+        self._stopping = False
+        self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
+        self._signals.install()
+        try:
+            yield
+            self._signals.finish()
+            self.checkpointer.wait()
+        except BaseException:
+            # Other ranks may be gone: give a write that is under way the time to end, no more.
+            with contextlib.suppress(Exception):
+                self.checkpointer.wait(_AFTER_AN_ERROR_S)
+            raise
+        finally:
+            self._signals.restore()
+            self._signals = None
+
+    def finish_saves(self) -> None:
+        """Wait for the save in the background."""
+        self.checkpointer.wait()
+
+    def found_checkpoint(self, resume_from_checkpoint: Any) -> str | None:
+        """The checkpoint to resume from; True is the newest complete one.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+            return None
+        if resume_from_checkpoint is not True:
+            return str(resume_from_checkpoint)
+        newest = self.checkpointer.newest(Path(str(self.args.output_dir)))
+        if newest is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True, but {self.args.output_dir} holds no complete "
+                "checkpoint of a sharded run."
+            )
+        return str(newest)
+
+    def at_step_boundary(self) -> None:
+        """Save and stop here if a rank was asked to."""
+        if self._signals is None or self._stopping or not self._signals.agreed():
+            return
+        logger.warning("asked to stop by a signal: saving at step %d", self.state.global_step)
+        self._stopping = True
+        self.control.should_save = True
+        self.control.should_training_stop = True
+
+    # -- saving
+
+    def save_training_state(self, run: str) -> None:
+        """Save a checkpoint of the current step in the directory `run`."""
+        begin = time.perf_counter()
+        folder = Path(run) / f"checkpoint-{self.state.global_step}"
+        options = self.checkpoint_options
+        only_model = bool(self.args.save_only_model)
+        with self.checkpointer.preparing(folder) as new:
+            if options.save_hf or only_model or self.args.push_to_hub:
+                self.save_model(str(new), _internal_call=True)
+            elif self.checkpointer.is_first:
+                _compat.save_settings(self, str(new))
+        self._note_best(folder)
+        with self.checkpointer.together("Writing the trainer's state"):
+            if self.checkpointer.is_first:
+                self._write_small_files(new, only_model)
+        sections: dict[str, Mapping[str, Tensor]] = {"model": model_tensors(self._whole_model)}
+        told: Any = None
+        if not only_model:
+            described, sections["optimizer"] = self._optimizer_state()
+            told, sections["extra"] = described, self._extra_tensors()
+        contents = Contents(
+            sections,
+            told,
+            gathered=None if only_model else _write_descriptions,
+            own_file=None if only_model else (self._random_file(), random_state()),
+        )
+        self.checkpointer.save(
+            folder,
+            contents,
+            self._manifest(),
+            in_background=options.async_save and not self.args.push_to_hub,
+            then=lambda: self._rotate(Path(run)),
+        )
+        self.save_stalls.append(time.perf_counter() - begin)
+        if self.args.push_to_hub:
+            _compat.push_checkpoint(self, str(folder))
+
+    @property
+    def _whole_model(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def _manifest(self) -> Manifest:
+        return Manifest(
+            step=self.state.global_step,
+            layout=asdict(self.layout),
+            world_size=self.layout.world_size,
+            sections=(),
+            files={},
+            versions={name: version(name) for name in ("torch", "transformers", "ep-trainer")},
+        )
+
+    def _note_best(self, folder: Path) -> None:
+        best = self.state.best_global_step
+        if not best:
+            return
+        path = folder.with_name(f"checkpoint-{best}")
+        if path == folder or path.exists():
+            self.state.best_model_checkpoint = str(path)
+
+    def _write_small_files(self, folder: Path, only_model: bool) -> None:
+        _compat.save_trainer_state(self, str(folder))
+        write_json(folder / _POSITION, self._position().to_dict())
+        if not only_model:
+            torch.save(scheduler_state(self.lr_scheduler), folder / _SCHEDULER)
+            write_json(folder / _EXTRA, self._extra_values())
+
+    def _position(self) -> Position:
+        epoch, samples = self._epoch, self._samples_done
+        if samples >= self._samples_in_run_epoch:
+            epoch, samples = epoch + 1, 0
+        return replace(self._start, epoch=epoch, samples=samples)
+
+    @property
+    def _start(self) -> Position:
+        """The begin of this run's data."""
+        try:
+            samples = len(self.train_dataset)  # type: ignore[arg-type]
+        except TypeError:  # a stream
+            samples = 0
+        return Position(0, 0, samples, self.accelerator.seed)
+
+    def _optimizer_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        state = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
+        return state.described(), state.tensors
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
+
+    def _names(self) -> dict[int, str]:
+        return {id(tensor): name for name, tensor in model_tensors(self._whole_model).items()}
+
+    def _random_file(self) -> str:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return f"random/rank-{rank:05d}.pt"
+
+    def _extra_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, thing in self._registered.items()
+            for key, value in thing.state_dict().items()
+            if isinstance(value, Tensor)
+        }
+
+    def _extra_values(self) -> dict[str, Any]:
+        return {
+            name: {k: v for k, v in thing.state_dict().items() if not isinstance(v, Tensor)}
+            for name, thing in self._registered.items()
+        }
+
+    def _rotate(self, run: Path) -> None:
+        try:
+            for path in rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint):
+                logger.info("deleted %s (save_total_limit)", path)
+        except OSError as error:  # the checkpoint is there: that an old one stays is no failure
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    # -- resuming
+
+    def load_model_state(self, checkpoint: str) -> None:
+        """Check a checkpoint and load its model."""
+        folder = Path(checkpoint)
+        self.checkpointer.wait()
+        self.checkpointer.check(folder, values=self.checkpoint_options.verify)
+        targets = model_tensors(self._whole_model)
+        with self.checkpointer.together(f"Loading {folder}"):
+            self._check_nothing_left(folder, targets)
+        self.checkpointer.load(folder, {"model": targets})
+
+    def _check_nothing_left(self, folder: Path, targets: Mapping[str, Tensor]) -> None:
+        """Refuse what the model has no place for, where one rank holds all names."""
+        if self.layout.pp > 1:
+            return
+        left = sorted(set(self.checkpointer.stored(folder, "model")) - set(targets))
+        if left:
+            raise CheckpointError(
+                f"{folder} holds {left[0]}"
+                + (f" and {len(left) - 1} more tensors" if len(left) > 1 else "")
+                + f" that {type(self.model).__name__} has not: it is of another model."
+            )
+
+    def load_training_state(self, checkpoint: str) -> None:
+        """Load optimizer, scheduler and what was registered; the model is loaded already."""
+        folder = Path(checkpoint)
+        manifest = read_manifest(folder)
+        with self.checkpointer.together(f"Loading {folder}"):
+            if "optimizer" not in manifest.sections:
+                raise CheckpointError(
+                    f"{folder} holds the model only (save_only_model=True), so training can't go on "
+                    "from it; load it with from_pretrained(..., distributed_config=...)."
+                )
+            stored = self.checkpointer.stored(folder, "optimizer")
+            targets, apply = optimizer_targets(
+                self._plain_optimizer,
+                self._names(),
+                read_optimizer(folder),
+                stored,
+                self.lr_scheduler,
+            )
+            extra, values = self._extra_targets(folder)
+            scheduler = torch.load(folder / _SCHEDULER, weights_only=True)
+        self.checkpointer.load(folder, {"optimizer": targets, "extra": extra})
+        load_scheduler(self.lr_scheduler, scheduler)
+        apply()
+        for name, thing in self._registered.items():
+            if name in values:
+                own = {
+                    key.partition("/")[2]: value
+                    for key, value in extra.items()
+                    if key.startswith(f"{name}/")
+                }
+                thing.load_state_dict({**values[name], **own})
+
+    def _extra_targets(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        values: dict[str, Any] = read_json(folder / _EXTRA)
+        for name in sorted(set(values) ^ set(self._registered)):
+            where = "the run" if name in values else str(folder)
+            logger.warning("%r is not registered in %s: it is left as it is", name, where)
+        tensors = {
+            key: torch.empty_like(tensor, requires_grad=False)
+            for key, tensor in self._extra_tensors().items()
+            if key.partition("/")[0] in values
+        }
+        return tensors, values
+
+    def load_random_state(self, checkpoint: str) -> None:
+        """Go on with the random numbers of the run, where the layout is the same."""
+        folder = Path(checkpoint)
+        manifest = read_manifest(folder)
+        if dict(manifest.layout) == asdict(self.layout):
+            set_random_state(torch.load(folder / self._random_file(), weights_only=True))
+
+    def resumed_position(self, checkpoint: str) -> tuple[int, int]:
+        """Epochs, and micro-batches of the current one, that are done."""
+        position = Position.from_dict(read_json(Path(checkpoint) / _POSITION))
+        if self.args.ignore_data_skip:
+            return position.epoch, 0
+        epoch, steps = position.steps(
+            self._micro_batch, self.args.gradient_accumulation_steps, self._start
+        )
+        return epoch, steps
+
+    @property
+    def _micro_batch(self) -> int:
+        """Samples of a micro-batch over all data shards."""
+        return int(_compat.train_batch_size(self)) * self.layout.data_parallel_size
+
+    def at_epoch_begin(self, epoch: int, skipped: int, micro_batches: int) -> None:
+        """Note where an epoch begins, after how many of its micro-batches."""
+        self._epoch = epoch
+        self._samples_done = skipped * self._micro_batch
+        self._samples_in_run_epoch = micro_batches * self._micro_batch
+
+    def count_samples(self, micro_batches: int) -> None:
+        """Note that a step's batches were taken."""
+        self._samples_done += micro_batches * self._micro_batch
+
+
+def _write_descriptions(folder: Path, told: list[Any]) -> None:
+    write_optimizer(folder, merged_descriptions(told))
+
+
+__all__ = ["OPTIMIZER", "Checkpointed", "CheckpointingTrainer"]
