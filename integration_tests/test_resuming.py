@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ep_mesh import DistributedConfig
 from ep_testing import RankPool
-from ep_trainer import CheckpointOptions, EPTrainer
+from ep_trainer import EPTrainer
 from expert_parallel import parallelize
 
 STEPS = 9

@@ -294,12 +294,12 @@ def test_accelerate_sees_the_sizes_on_cpu_ranks_too(ranks: RankPool, tmp_path: A
 
 def refuse(rank: int, folder: str) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is given back)
-        EPTrainer(sharded(), arguments(folder, save_strategy="steps"), pad, Rows(16))
+        EPTrainer(sharded(), arguments(folder, fp16_full_eval=True), pad, Rows(16))
     return str(error.value)
 
 
 def test_what_cannot_work_is_refused_at_construction(ranks: RankPool, tmp_path: Any) -> None:
-    assert all("save_only_model" in text for text in ranks.run(refuse, str(tmp_path), world=4))
+    assert all("fp16_full_eval" in text for text in ranks.run(refuse, str(tmp_path), world=4))
 
 
 def unsharded(rank: int, folder: str) -> str:
