@@ -6,6 +6,7 @@ hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defi
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -59,7 +61,7 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Save a checkpoint in the directory of the run."""
         raise NotImplementedError
 
-    def load_model_state(self, checkpoint: str) -> None:
+    def load_model_state(self, checkpoint: str, *, resuming: bool) -> None:
         """Load the model of a checkpoint."""
         raise NotImplementedError
 
@@ -155,13 +157,13 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         if self.is_sharded:
-            self.load_model_state(resume_from_checkpoint)
+            self.load_model_state(resume_from_checkpoint, resuming=True)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if self.is_sharded:
-            self.load_model_state(str(self.state.best_model_checkpoint))
+            self.load_model_state(str(self.state.best_model_checkpoint), resuming=False)
         else:
             super()._load_best_model()
 
@@ -264,10 +266,15 @@ def save_beside_model(trainer: Trainer, folder: str) -> None:
 
 def save_settings(trainer: Trainer, folder: str) -> None:
     """Write what an export of the model needs: its configs, and what is beside a model."""
-    for name in ("config", "generation_config"):
-        settings = getattr(trainer.model, name, None)
-        if settings is not None:
-            settings.save_pretrained(folder)
+    config = copy.deepcopy(getattr(trainer.model, "config", None))
+    if config is not None:
+        # FSDP2 gives the model a class of its own, above the one that others know.
+        kinds = [kind for kind in type(trainer.model).__mro__ if not issubclass(kind, FSDPModule)]
+        config.architectures = [kinds[0].__name__]
+        config.save_pretrained(folder)
+    generation = getattr(trainer.model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
     save_beside_model(trainer, folder)
 
 

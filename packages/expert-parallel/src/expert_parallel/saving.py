@@ -94,10 +94,10 @@ def save_pretrained(
                 _write_settings(model, folder)
         for file, held in files.items():
             with all_or_none(f"Writing {file}"):
-                _write_file(None if folder is None else folder / file, held, limit)
+                write_tensors(None if folder is None else folder / file, held, limit)
         with all_or_none("Finishing the checkpoint"):
             if folder is not None and len(files) > 1:
-                _write_index(folder, name, split.tensor_to_filename, tensors)
+                write_index(folder, name, split.tensor_to_filename, tensors)
             stack.close()
 
 
@@ -134,8 +134,8 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
     return kept
 
 
-def _write_file(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
-    """Gather and write one file; `path` is None on ranks that only send."""
+def write_tensors(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
+    """Read and write one file of tensors; `path` is None on ranks that only send."""
     device = torch.device("meta" if path is None else "cpu")
     error: Exception | None = None
     with ExitStack() as stack:
@@ -183,12 +183,13 @@ def _write_settings(model: nn.Module, folder: Path) -> None:
         file.unlink()
 
 
-def _write_index(
+def write_index(
     folder: Path,
     name: str,
     files: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> None:
+    """Write the index of several files, which says where each tensor is."""
     index = {
         "metadata": {
             "total_parameters": sum(tensor.numel() for tensor in tensors.values()),

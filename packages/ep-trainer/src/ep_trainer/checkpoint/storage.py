@@ -146,6 +146,7 @@ class SafetensorsReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
+        self._sizes: dict[MetadataIndex, torch.Size] = {}
         self._metadata: Metadata | None = None
         self.files: dict[str, int] = {}
 
@@ -179,6 +180,7 @@ class SafetensorsReader(StorageReader):
             for offsets, sizes, *where in entry["chunks"]:
                 stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 self._chunks[MetadataIndex(name, offsets)] = StoredChunk(*where)
+                self._sizes[MetadataIndex(name, offsets)] = torch.Size(sizes)
             tensors[name] = stored
         self.files = dict(index["files"])
         return Metadata(tensors, storage_data=self._chunks)
@@ -218,7 +220,7 @@ class SafetensorsReader(StorageReader):
         stored = self._chunks[index]
         tensor = metadata.state_dict_metadata[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
-        (sizes,) = (c.sizes for c in tensor.chunks if c.offsets == index.offset)
+        sizes = self._sizes[index]
         dtype = tensor.properties.dtype
         if not stored.nbytes:
             return torch.empty(sizes, dtype=dtype)

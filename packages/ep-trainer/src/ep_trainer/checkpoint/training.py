@@ -286,15 +286,34 @@ class CheckpointingTrainer(HookedTrainer):
 
     # -- resuming
 
-    def load_model_state(self, checkpoint: str) -> None:
-        """Check a checkpoint and load its model."""
+    def load_model_state(self, checkpoint: str, *, resuming: bool) -> None:
+        """Check a checkpoint and load its model; if training resumes, check that it can too."""
         folder = Path(checkpoint)
         self.checkpointer.wait()
-        self.checkpointer.check(folder, values=self.checkpoint_options.verify)
+        manifest = self.checkpointer.check(folder, values=self.checkpoint_options.verify)
         targets = model_tensors(self._whole_model)
         with self.checkpointer.together(f"Loading {folder}"):
             self._check_nothing_left(folder, targets)
+            if resuming:
+                self._check_resumable(folder, manifest, targets)
         self.checkpointer.load(folder, {"model": targets})
+
+    def _check_resumable(
+        self, folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]
+    ) -> None:
+        if "optimizer" not in manifest.sections:
+            raise CheckpointError(
+                f"{folder} holds the model only (save_only_model=True), so training can't go on "
+                "from it; load it with from_pretrained(..., distributed_config=...)."
+            )
+        self.resumed_position(checkpoint=str(folder))
+        known = {name for group in read_optimizer(folder)["groups"] for name in group["names"]}
+        trained = {name for name, tensor in targets.items() if tensor.requires_grad}
+        if self.optimizer is None and trained - known:
+            raise CheckpointError(
+                f"{min(trained - known)} is trained here, but the optimizer in {folder} has no such "
+                "parameter: freeze the same ones as before."
+            )
 
     def _check_nothing_left(self, folder: Path, targets: Mapping[str, Tensor]) -> None:
         """Refuse what the model has no place for, where one rank holds all names."""
@@ -311,13 +330,7 @@ class CheckpointingTrainer(HookedTrainer):
     def load_training_state(self, checkpoint: str) -> None:
         """Load optimizer, scheduler and what was registered; the model is loaded already."""
         folder = Path(checkpoint)
-        manifest = read_manifest(folder)
         with self.checkpointer.together(f"Loading {folder}"):
-            if "optimizer" not in manifest.sections:
-                raise CheckpointError(
-                    f"{folder} holds the model only (save_only_model=True), so training can't go on "
-                    "from it; load it with from_pretrained(..., distributed_config=...)."
-                )
             stored = self.checkpointer.stored(folder, "optimizer")
             targets, apply = optimizer_targets(
                 self._plain_optimizer,

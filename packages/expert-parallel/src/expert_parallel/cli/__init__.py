@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from expert_parallel.cli import doctor, generate, plan, train
+from expert_parallel.cli import checkpoint, doctor, generate, plan, train
 
 app = typer.Typer(
     name="ep",
@@ -17,6 +17,7 @@ app.command()(plan.plan)
 app.command()(train.train)
 app.command()(generate.generate)
 app.command()(doctor.doctor)
+app.add_typer(checkpoint.app)
 
 
 @app.callback()
