@@ -25,11 +25,11 @@ from ep_testing import RankPool
 from ep_trainer import EPTrainer
 from expert_parallel import parallelize
 
-STEPS = 9
-# Two steps into the first epoch; and into the second one, whose order is another.
-SAVED = (2, 7)
-# Five steps of two micro-batches, and one of a micro-batch of 4 samples that is filled up.
-SAMPLES = 84
+STEPS = 6
+# Inside the first epoch; and inside the second one, whose order is another.
+SAVED = (1, 4)
+# Two steps of two micro-batches, and one of a micro-batch of 4 samples that is filled up.
+SAMPLES = 36
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp8": dispatching(tp_size=8, ep_size=8),
     "tp4-fsdp2": dispatching(tp_size=4, fsdp_size=2, ep_size=4),
@@ -39,11 +39,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
 }
 SAMPLE = [
-    ("tp2-fsdp4", "tp2-fsdp4"),
-    ("tp2-fsdp4", "tp8"),
-    ("tp2-fsdp4", "one"),
-    ("one", "hsdp"),
-    ("one", "fsdp8"),
+    ("tp2-fsdp4", "tp2-fsdp4", 1),
+    ("tp2-fsdp4", "tp8", 4),
+    ("tp2-fsdp4", "one", 1),
+    ("one", "hsdp", 1),
+    ("one", "fsdp8", 4),
 ]
 
 
@@ -102,14 +102,15 @@ def world(layout: str) -> int:
     return 1 if layout == "one" else 8
 
 
-def pairs(whole: bool) -> list[tuple[str, str]]:
-    return [(a, b) for a in LAYOUTS for b in LAYOUTS] if whole else SAMPLE
+def cases(whole: bool) -> list[tuple[str, str, int]]:
+    every = [(a, b, step) for a in LAYOUTS for b in LAYOUTS for step in SAVED]
+    return every if whole else SAMPLE
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "source" in metafunc.fixturenames:
-        chosen = pairs(metafunc.config.getoption("--all-layouts"))
-        metafunc.parametrize(("source", "target"), chosen)
+        chosen = cases(metafunc.config.getoption("--all-layouts"))
+        metafunc.parametrize(("source", "target", "step"), chosen)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,6 @@ def saved(
     return run
 
 
-@pytest.mark.parametrize("step", SAVED)
 def test_a_resumed_run_is_the_uninterrupted_one(
     ranks: RankPool,
     saved: Callable[[str], tuple[Path, list[Run]]],

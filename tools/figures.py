@@ -1,7 +1,7 @@
 """Measure a figure that the documentation gives: `python tools/figures.py NAME`.
 
 A figure is a function that measures and returns plain data; the command prints it as one line of JSON.
-`--list` names them. Run it in the environment of `nox -s dev`; on a machine that does nothing else,
+`--list` names them; `--full` takes all cases where a figure has a sample of them. Run it in the environment of `nox -s dev`; on a machine that does nothing else,
 where times are measured.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 Figure = Callable[[], dict[str, Any]]
 FIGURES: dict[str, Figure] = {}
-PLAIN = ("layouts_checked", "rank_pool", "load_cost")
+PLAIN = ("layouts_checked", "rank_pool", "load_cost", "checkpoint_cost")
 """Figures that compare nothing."""
 TOLD = (
     "exchange_alone",
@@ -344,9 +344,20 @@ for _layout in ("tp8", "tp4_fsdp2", "tp2_fsdp4", "fsdp8"):
     FIGURES[f"step_speedup_{_layout}"] = _step_figure(_layout)
 
 
+def _checkpoint_figures() -> None:
+    import checkpoint_figures
+
+    full = "--full" in sys.argv
+    for name, function in checkpoint_figures.FIGURES.items():
+        FIGURES[name] = _named(function, full)
+
+
+_checkpoint_figures()
+
+
 def rounded(value: Any) -> Any:
-    """Floats to four places."""
-    return round(value, 4) if isinstance(value, float) else value
+    """Floats to four places, tiny ones as they are."""
+    return round(value, 4) if isinstance(value, float) and abs(value) > 1e-3 else value
 
 
 def write_page(found: list[dict[str, Any]]) -> None:
@@ -372,7 +383,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Print one figure, or the names of all; or measure all that compare, for the page."""
-    names = sys.argv[1:]
+    names = [name for name in sys.argv[1:] if name != "--full"]
     if names == ["--list"]:
         for known, function in FIGURES.items():
             print(f"{known}: {(function.__doc__ or '').splitlines()[0]}")

@@ -1,0 +1,219 @@
+"""Figures of checkpoints: resuming across layouts, what a save costs and how long training waits.
+
+A sample by default; `python tools/figures.py NAME --full` takes all pairs of layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration_tests"))
+
+SIZES = {"tp_size": 2, "fsdp_size": 4, "ep_size": 4}
+LAYERS = 4  # 0.7 GB of weights in bf16, 2.1 GB with AdamW's moments
+BOUND = 1e-6
+
+
+@functools.cache
+def resume_matrix(full: bool) -> dict[str, Any]:
+    """Resume from each layout into each: how many fail, and the worst relative error of a loss."""
+    import test_resuming as law
+
+    from ep_testing import RankPool
+
+    pool = RankPool()
+    cases = law.cases(full)
+    failures, worst = [], 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        whole: dict[str, Any] = {}
+        for source, target, step in cases:
+            run = Path(folder) / source
+            if source not in whole:
+                whole[source] = pool.run(
+                    law.train, law.LAYOUTS[source], str(run), world=law.world(source), timeout=300
+                )
+            name = f"{source} -> {target} at step {step}"
+            checkpoint = str(run / f"checkpoint-{step}")
+            arguments = law.LAYOUTS[target], str(run), checkpoint, 1
+            try:
+                found = pool.run(law.train, *arguments, world=law.world(target), timeout=300)
+            except Exception as error:  # noqa: BLE001 (counted)
+                failures.append(f"{name}: {str(error)[:200]}")
+                continue
+            expected = whole[source][0].loss
+            off = max(
+                abs(loss / expected[at] - 1) for one in found for at, loss in one.loss.items()
+            )
+            worst = max(worst, off)
+            same = source != target or all(
+                one.weights == before.weights and one.loss.items() <= before.loss.items()
+                for one, before in zip(found, whole[source], strict=True)
+            )
+            if off > BOUND or not same:
+                failures.append(name)
+    pool.close()
+    return {"failures": failures, "worst": worst, "runs": len(cases), "full": full}
+
+
+def _conditions(found: dict[str, Any]) -> str:
+    which = "all" if found["full"] else "a sample of"
+    return (
+        f"{which} pairs of tp=8; tp=4,fsdp=2; tp=2,fsdp=4; fsdp=8; 2x(tp=2,fsdp=2); one process, EP "
+        f"on: {found['runs']} resumed runs; tiny Qwen3-MoE, AdamW, float32"
+    )
+
+
+def resume_matrix_failures(full: bool = False) -> dict[str, Any]:
+    """Resumed runs that fail: a loss 1e-6 off the uninterrupted run's, or the same layout not bitwise."""
+    found = resume_matrix(full)
+    return {
+        "value": len(found["failures"]),
+        "unit": "runs",
+        "reference": f"none of {found['runs']}",
+        "conditions": _conditions(found),
+        "failures": found["failures"],
+    }
+
+
+def resume_worst_relative_loss(full: bool = False) -> dict[str, Any]:
+    """The worst relative error of a loss after resuming, over the uninterrupted run's."""
+    found = resume_matrix(full)
+    return {
+        "value": float(f"{found['worst']:.2g}"),
+        "unit": "relative error",
+        "reference": "the uninterrupted run in the layout that saved",
+        "conditions": _conditions(found),
+    }
+
+
+def cost_on_rank(rank: int, path: str, folder: str) -> dict[str, float]:
+    """Save and load a model with AdamW's moments on this rank."""
+    import checkpoints as measuring
+    import torch
+    import torch.distributed as dist
+
+    from ep_mesh import DistributedConfig
+    from ep_trainer.checkpoint import Checkpointer, Contents, Manifest
+    from ep_trainer.checkpoint.state import model_tensors, optimizer_state
+    from expert_parallel import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=SIZES)
+    tensors = model_tensors(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        moments = {
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    state = optimizer_state(optimizer, {id(tensor): name for name, tensor in tensors.items()})
+    sections = {"model": tensors, "optimizer": state.tensors}
+    held = sum(t.to_local().nbytes for s in sections.values() for t in s.values() if t.ndim)
+    layout = DistributedConfig(**SIZES).layout
+    manifest = Manifest(1, asdict(layout), layout.world_size, (), {}, {})
+    saver = Checkpointer()
+    found: dict[str, float] = {"shards": held}
+    for name, in_background in (("sync", False), ("async", True)):
+        target = Path(folder) / name / "checkpoint-1"
+        dist.barrier()
+        begin = time.perf_counter()
+        with measuring._AnonymousMemory() as memory:
+            with saver.preparing(target):
+                pass
+            saver.save(target, Contents(sections), manifest, in_background=in_background)
+            found[f"{name}_stall"] = time.perf_counter() - begin
+            saver.wait()
+        found[f"{name}_seconds"] = time.perf_counter() - begin
+        found[f"{name}_memory"] = memory.peak
+    dist.barrier()
+    begin = time.perf_counter()
+    with measuring._AnonymousMemory() as memory:
+        saver.check(target, values=True)
+        found["verify_seconds"] = time.perf_counter() - begin
+        saver.load(target, sections)
+    found["load_seconds"] = time.perf_counter() - begin - found["verify_seconds"]
+    found["load_memory"] = memory.peak
+    return found
+
+
+@functools.cache
+def _cost() -> dict[str, Any]:
+    import checkpoints as measuring
+
+    from ep_testing import RankPool
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        config = measuring.moe_config(num_hidden_layers=LAYERS)
+        measuring.write_checkpoint(path, config, "fused", file_bytes=300 << 20)
+        pool = RankPool()
+        found = pool.run(cost_on_rank, str(path), folder, timeout=450)
+        pool.close()
+        saved = Path(folder) / "sync" / "checkpoint-1"
+        size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+        target = Path(folder) / "dd"
+        megabytes = size >> 20
+        begin = time.perf_counter()
+        subprocess.run(
+            ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={megabytes}", "conv=fsync"],
+            check=True,
+            capture_output=True,
+        )
+        dd = time.perf_counter() - begin
+    worst = {key: max(rank[key] for rank in found) for key in found[0]}
+    return {"size": size, "dd": dd, **worst}
+
+
+def async_save_stall_share(full: bool = False) -> dict[str, Any]:
+    """How long training waits for an asynchronous save, over a synchronous one of the same state."""
+    found = _cost()
+    return {
+        "value": found["async_stall"] / found["sync_seconds"],
+        "unit": "ratio",
+        "reference": "a synchronous save",
+        "conditions": f"{_size(found)}; 8 gloo ranks of one thread each",
+        "seconds": [round(found["sync_seconds"], 2), round(found["async_stall"], 2)],
+    }
+
+
+def checkpoint_cost(full: bool = False) -> dict[str, Any]:
+    """Save and load 2 GB on 8 ranks: seconds, over dd with fsync, host memory of a rank, stall."""
+    found = _cost()
+    return {
+        "conditions": _size(found),
+        "save_s": round(found["sync_seconds"], 2),
+        "async_save_s": round(found["async_seconds"], 2),
+        "stall_s": round(found["async_stall"], 2),
+        "verify_s": round(found["verify_seconds"], 2),
+        "load_s": round(found["load_seconds"], 2),
+        "dd_s": round(found["dd"], 2),
+        "share_of_dd_speed": found["dd"] / found["sync_seconds"],
+        "shards_MB": round(found["shards"] / 1e6, 1),
+        "save_memory_MB": round(found["sync_memory"] / 1e6, 1),
+        "async_memory_MB": round(found["async_memory"] / 1e6, 1),
+        "load_memory_MB": round(found["load_memory"] / 1e6, 1),
+    }
+
+
+def _size(found: dict[str, Any]) -> str:
+    return (
+        f"{found['size'] / 1e9:.2f} GB of weights and AdamW's moments in bf16; tp=2, fsdp=4, ep=4"
+    )
+
+
+FIGURES = {
+    each.__name__: each
+    for each in (
+        resume_matrix_failures,
+        resume_worst_relative_loss,
+        async_save_stall_share,
+        checkpoint_cost,
+    )
+}
