@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
@@ -21,6 +22,11 @@ from ep_mesh.layout import Layout
 
 SHARED_BATCH_IMPLEMENTATIONS = ("all_reduce", "deepgemm_megamoe")
 """Built-in implementations whose EP group must be a TP group, since it must share one batch."""
+
+PP_SCHEDULES: Mapping[str, int] = MappingProxyType(
+    {"1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+)
+"""The schedules of a pipeline by name, and how many stages each rank holds in it."""
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
 _FLAGS = (
@@ -59,6 +65,11 @@ class DistributedConfig:
         ep_size: ranks that own distinct experts. None: 1; a plan never infers it.
         ep_plan: overrides of the EP plan; used if `ep_size > 1`.
         ep_implementation: how tokens reach the experts, a name in the registry of `ep_dispatch`.
+        pp_schedule: how training runs the stages, a name of `PP_SCHEDULES`.
+        pp_micro_batches: into how many parts training divides a batch. None: `2 * pp_size` where
+            the batch divides so, else its size.
+        pp_stages: how many layers each stage has, first to last; `pp_size` of them, times the
+            stages per rank of the schedule. None: balanced by parameter bytes and FLOPs.
         fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too, in the
             units of the FSDP plan, also with one batch. None: where it saves memory.
 
@@ -81,11 +92,15 @@ class DistributedConfig:
     ep_plan: dict[str, str] | None = None
     ep_implementation: str = "auto"
     fsdp_over_tp: bool | None = None
+    pp_schedule: str = "1f1b"
+    pp_micro_batches: int | None = None
+    pp_stages: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
         self._resolve_sizes()
         self._resolve_deprecated_flag()
+        self._check_stages()
         self._check_implementation(self.layout)  # a Layout checks how its sizes fit together
 
     # -- what follows from the sizes
@@ -183,9 +198,7 @@ class DistributedConfig:
     def _check_types(self) -> None:
         for name in _SIZES:
             size = getattr(self, name)
-            if size is not None and (
-                isinstance(size, bool) or not isinstance(size, int) or size < 1
-            ):
+            if size is not None and not _is_count(size):
                 raise ValueError(f"{name} must be a whole number >= 1 or None, got {size!r}.")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -249,6 +262,31 @@ class DistributedConfig:
         if not self._is_given("ep_size"):
             self._resolve("ep_size", 1)
 
+    def _check_stages(self) -> None:
+        if self.pp_schedule not in PP_SCHEDULES:
+            raise ValueError(
+                f"pp_schedule must be one of {', '.join(PP_SCHEDULES)}, got {self.pp_schedule!r}."
+            )
+        count: object = self.pp_micro_batches
+        if count is not None and not _is_count(count):
+            raise ValueError(
+                f"pp_micro_batches must be a whole number >= 1 or None, got {count!r}."
+            )
+        given: object = self.pp_stages
+        if given is None:
+            return
+        if not isinstance(given, (list, tuple)) or not all(map(_is_count, given)):
+            raise ValueError(
+                f"pp_stages must be a list of whole numbers >= 1 (layers of each stage) or None, got {given!r}."
+            )
+        self._resolve("pp_stages", list(given))
+        expected = self.pp_size * (PP_SCHEDULES[self.pp_schedule] if self.pp_size > 1 else 1)
+        if len(given) != expected:
+            raise ValueError(
+                f"pp_stages={list(given)} has {len(given)} stages, but pp_size={self.pp_size} with "
+                f"pp_schedule={self.pp_schedule!r} has {expected}: give {expected} numbers of layers."
+            )
+
     def _check_implementation(self, layout: Layout) -> None:
         name, ep, tp = self.ep_implementation, layout.ep, layout.tp
         if name in SHARED_BATCH_IMPLEMENTATIONS and ep > 1 and ep != tp:
@@ -270,6 +308,10 @@ def launched_processes() -> int | None:
             f"the environment variable WORLD_SIZE must be a whole number >= 1, got {text!r}."
         )
     return int(text)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_plan(name: str, plan: object, *, allow_auto: bool = False) -> None:

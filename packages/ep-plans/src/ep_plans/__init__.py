@@ -6,6 +6,17 @@ from ep_plans.parallelize import ParallelState, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
 from ep_plans.resolve import Plans, check_stages, resolve_plans
 from ep_plans.sharding import Cut, ParameterSharding, full_tensor
+from ep_plans.splitting import StageParts, find_parts
+from ep_plans.stage_forward import StageForward, stage_forward
+from ep_plans.stages import (
+    Passthrough,
+    Stages,
+    keep_stages,
+    layer_costs,
+    place_stages,
+    plan_stages,
+    stage_ranges,
+)
 from ep_plans.styles import Context, Scope, Style, register_style
 from ep_plans.styles.base import (
     Moved,
@@ -25,8 +36,12 @@ __all__ = [
     "Moved",
     "ParallelState",
     "ParameterSharding",
+    "Passthrough",
     "Plans",
     "Scope",
+    "StageForward",
+    "StageParts",
+    "Stages",
     "Style",
     "around_forward",
     "call_arguments",
@@ -35,15 +50,22 @@ __all__ = [
     "check_ep_options",
     "check_stages",
     "clip_grad_norm_",
+    "find_parts",
     "full_tensor",
     "grad_norm",
+    "keep_stages",
+    "layer_costs",
     "local",
     "local_parameters",
     "num_experts_of",
     "parallel_state",
     "parallelize",
+    "place_stages",
     "plan_parameters",
+    "plan_stages",
     "register_style",
     "resolve_plans",
     "scale_gradient",
+    "stage_forward",
+    "stage_ranges",
 ]
