@@ -4,13 +4,16 @@ from ep_plans.checks import check_ep_options
 from ep_plans.gradients import clip_grad_norm_, grad_norm
 from ep_plans.parallelize import ParallelState, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
-from ep_plans.resolve import Plans, check_stages, resolve_plans
+from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sharding import Cut, ParameterSharding, full_tensor
 from ep_plans.splitting import StageParts, find_parts
 from ep_plans.stage_forward import StageForward, stage_forward
+from ep_plans.stage_inference import OtherStageError
 from ep_plans.stages import (
     Passthrough,
+    Pipeline,
     Stages,
+    TiedWeight,
     keep_stages,
     layer_costs,
     place_stages,
@@ -34,21 +37,23 @@ __all__ = [
     "Context",
     "Cut",
     "Moved",
+    "OtherStageError",
     "ParallelState",
     "ParameterSharding",
     "Passthrough",
+    "Pipeline",
     "Plans",
     "Scope",
     "StageForward",
     "StageParts",
     "Stages",
     "Style",
+    "TiedWeight",
     "around_forward",
     "call_arguments",
     "change_input",
     "change_output",
     "check_ep_options",
-    "check_stages",
     "clip_grad_norm_",
     "find_parts",
     "full_tensor",

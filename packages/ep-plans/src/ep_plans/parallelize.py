@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +27,11 @@ from ep_plans.data_parallel import apply_fsdp
 from ep_plans.own_forward import own_experts_forward
 from ep_plans.parameters import CONVOLUTIONS, plan_parameters
 from ep_plans.patterns import is_below
-from ep_plans.resolve import Plans, check_stages, resolve_plans
+from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sequence import install_sequence_parallel
 from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
+from ep_plans.stage_inference import install_inference
+from ep_plans.stages import Pipeline, keep_stages, plan_stages
 from ep_plans.styles import STYLES, Style
 from ep_plans.styles.base import (
     Context,
@@ -53,12 +55,14 @@ class ParallelState:
         config: the configuration.
         plans: the rules applied.
         shardings: where each parameter lies, by name.
+        pipeline: how the model was split into stages; None: it wasn't.
     """
 
     mesh: ParallelMesh
     config: DistributedConfig
     plans: Plans
     shardings: Mapping[str, ParameterSharding]
+    pipeline: Pipeline | None = None
 
 
 def parallel_state(model: nn.Module) -> ParallelState | None:
@@ -96,6 +100,9 @@ def parallelize(
             models; the model is parallel already; an implementation can't run here. Nothing is
             cut or moved then.
 
+    With `pp_size > 1` a rank keeps the layers of its stages, under their names, and calling the model
+    to infer runs all stages, see `ep_plans.stage_inference`.
+
     Cost: an all-reduce of two numbers (do the ranks agree), for a built model one more of two
     numbers per parameter.
     """
@@ -105,7 +112,6 @@ def parallelize(
         )
     if mesh.layout != config.layout:
         raise ValueError(f"The mesh is of the layout {mesh.layout}, the config of {config.layout}.")
-    check_stages(config)
     options = ep_options or {}
     _check_same_model(model, mesh, config, options)
     check_ep_options(config, options)
@@ -116,24 +122,71 @@ def parallelize(
             f"(ep_size={config.ep_size}): leave them out."
         )
     shardings = plan_parameters(model, plans, config)
-    contexts = _prepare_styles(
-        model, mesh, config, plans, shardings, experts_forward or own_experts_forward, options
-    )
+    pipeline: Pipeline | None = None
+    if config.pp_size > 1:
+        stages = plan_stages(model, config)
+        pipeline = Pipeline.of(model, stages, mesh.coordinate("pp"))
+        plans = pipeline.part_of(plans)
+    with _on_all_stages(mesh, config):
+        contexts = _prepare_styles(
+            model, mesh, config, plans, shardings, experts_forward or own_experts_forward, options
+        )
 
+    if pipeline is not None:
+        keep_stages(model, pipeline)
+        here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        shardings = {name: found for name, found in shardings.items() if name in here}
     _cut_parameters(model, mesh, config, shardings)
     _install_styles(contexts, config)
     _reduce_gradients(model, mesh, shardings)
     _reduce_inside_experts(model, mesh, plans.experts, shardings)
     if config.enable_sequence_parallel and config.tp_size > 1:
-        install_sequence_parallel(model, plans, mesh.group("tp"))
+        install_sequence_parallel(model, plans, mesh.group("tp"), _layers_here(pipeline))
     show_plan(model, "tp_plan", plans.tp_rules)
     show_plan(model, "ep_plan", plans.ep_rules)
     show_plan(model, "fsdp_plan", plans.fsdp_rules)
-    apply_fsdp(model, mesh, config, plans, shardings)
+    with _without_holder(model, pipeline):
+        apply_fsdp(model, mesh, config, plans, shardings)
     _move_rest(model, mesh.device)
     join_norms_over_meshes()
-    setattr(model, _STATE, ParallelState(mesh, config, plans, shardings))
+    if pipeline is not None:
+        install_inference(model, mesh, pipeline)
+    setattr(model, _STATE, ParallelState(mesh, config, plans, shardings, pipeline))
     return model
+
+
+@contextlib.contextmanager
+def _on_all_stages(mesh: ParallelMesh, config: DistributedConfig) -> Iterator[None]:
+    """Raise on every rank what the body, which is not the same on all stages, raised on some."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+        error = caught
+    if config.pp_size > 1:
+        failed = torch.tensor(0 if error is None else 1, device=mesh.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if error is None and failed.item():
+            raise ValueError("Another pipeline stage can't run as configured; its ranks say why.")
+    if error is not None:
+        raise error
+
+
+def _layers_here(pipeline: Pipeline | None) -> list[range] | None:
+    return None if pipeline is None else [pipeline.stages.ranges[i] for i in pipeline.here]
+
+
+@contextlib.contextmanager
+def _without_holder(model: nn.Module, pipeline: Pipeline | None) -> Iterator[None]:
+    """Take a tied weight from where it isn't run meanwhile: FSDP would wait for that to be called."""
+    found = None if pipeline is None else pipeline.tied_holder(model)
+    if found is None:
+        yield
+        return
+    holder, user = found
+    del holder.weight
+    yield
+    holder.weight = user.weight
 
 
 def _known(value: object) -> str:

@@ -67,11 +67,10 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
         config: sizes and overrides.
 
     Raises:
-        ValueError: `pp_size > 1`, an override key matches nothing, a style is unknown, a size asks for a plan that
+        ValueError: an override key matches nothing, a style is unknown, a size asks for a plan that
             does not exist, rules that must go together do not, experts or heads do not divide.
             The text names the values and what would fit.
     """
-    check_stages(config)
     names = _Names(model)
     rules = {plan: _merged(model, plan, config, names) for plan in PLAN_NAMES}
     for plan, merged in rules.items():
@@ -124,19 +123,6 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
         if name in names.modules:
             STYLES[style].check(model, name)
     return plans
-
-
-def check_stages(config: DistributedConfig) -> None:
-    """Nothing builds pipeline stages yet. For callers that build or load before they resolve.
-
-    Raises:
-        ValueError: `pp_size > 1`.
-    """
-    if config.pp_size > 1:
-        raise ValueError(
-            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
-            "fsdp_size, dp_replicate_size and ep_size."
-        )
 
 
 def _check_router_logits(model: nn.Module, config: DistributedConfig) -> None:

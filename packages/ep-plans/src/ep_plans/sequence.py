@@ -16,7 +16,7 @@ Shapes: B batch, S sequence, H hidden size; a slice is [B, S / tp, H], or [B * S
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def install_sequence_parallel(model: nn.Module, plans: Plans, group: ProcessGroup) -> None:
+def install_sequence_parallel(
+    model: nn.Module,
+    plans: Plans,
+    group: ProcessGroup,
+    stages: Sequence[range] | None = None,
+) -> None:
     """Split the sequence over `group` between the TP regions of the decoder layers.
+
+    Args:
+        model: the model.
+        plans: its rules.
+        group: the TP group.
+        stages: the layers that follow each other on this rank; None: all. Between stages the
+            sequence is whole.
 
     Raises:
         ValueError: no decoder layers are found.
@@ -101,12 +113,14 @@ def install_sequence_parallel(model: nn.Module, plans: Plans, group: ProcessGrou
     def gather_last(module: nn.Module, args: Any, output: Any) -> Any:
         return change_output(lambda x: gather_over_group(x, group, 1, size=sequence.size), output)
 
-    layers[0].register_forward_pre_hook(split_first, with_kwargs=True)
-    for layer in layers[1:]:
-        layer.register_forward_pre_hook(recall, with_kwargs=True)
-    for layer in layers[:-1]:
-        layer.register_forward_hook(note)
-    layers[-1].register_forward_hook(gather_last)
+    for stage in stages or [range(len(layers))]:
+        here = [layers[i] for i in stage]
+        here[0].register_forward_pre_hook(split_first, with_kwargs=True)
+        for layer in here[1:]:
+            layer.register_forward_pre_hook(recall, with_kwargs=True)
+        for layer in here[:-1]:
+            layer.register_forward_hook(note)
+        here[-1].register_forward_hook(gather_last)
     for name, _ in _regions(layers_name, layers, plans):
         _install_region(model.get_submodule(name), group, sequence)
 

@@ -29,6 +29,7 @@ class StageParts:
         embedding: the token embedding.
         first: what runs before the layers and has parameters, the embedding among it.
         last: what runs after them and has parameters: final norm, head.
+        head: the output head; empty without one.
         tied: the head shares the embedding's weight.
     """
 
@@ -37,6 +38,7 @@ class StageParts:
     embedding: str
     first: tuple[str, ...]
     last: tuple[str, ...]
+    head: str
     tied: bool
 
 
@@ -101,7 +103,13 @@ def find_parts(model: nn.Module) -> StageParts:
         raise refuse(f"its layers share a parameter, {shared}.")
     tied = _is_tied(model, names, embedding, head)
     return StageParts(
-        f"{prefix}{lists[0]}", len(layers), names[embedding], tuple(first), tuple(last), tied
+        layers=f"{prefix}{lists[0]}",
+        count=len(layers),
+        embedding=names[embedding],
+        first=tuple(first),
+        last=tuple(last),
+        head=names.get(head, "") if head is not None else "",
+        tied=tied,
     )
 
 

@@ -17,35 +17,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ep_plans.splitting import StageParts
-from ep_plans.stages import Passthrough, Stages
+from ep_plans.stages import Passthrough, Pipeline
 
 RouterSums = Callable[[Sequence[Tensor], Tensor, Mapping[str, Any]], tuple[Tensor, ...]]
+Finish = Callable[[Any, tuple[Tensor, ...], Mapping[str, Any]], Any]
+
+# What only the last stage has a use for.
+_LAST_ONLY = ("labels", "logits_to_keep", "shift_labels")
 
 
 def stage_forward(
     model: nn.Module,
-    stages: Stages,
+    pipeline: Pipeline,
     stage: int,
-    parts: StageParts,
     *,
     sums: RouterSums | None = None,
-    finish: Callable[[Any, tuple[Tensor, ...], Mapping[str, Any]], Any] | None = None,
+    finish: Finish | None = None,
 ) -> StageForward:
     """A module that runs one stage of a model that `keep_stages` left.
 
     Args:
         model: the model.
-        stages: its stages.
-        stage: which of them.
-        parts: what `keep_stages` gave.
+        pipeline: how it was split.
+        stage: which of this rank's stages.
         sums: of the router logits [T, E] of the stage's own layers (perhaps none), of the hidden
             states and of the call's keyword arguments makes the sums that are added up from stage to
             stage; None: nothing but the hidden states is handed on.
         finish: makes the last stage's result of the model's output, the sums of all stages and the
             keyword arguments; None: the output.
     """
-    return StageForward(model, stages, stage, parts, sums, finish)
+    return StageForward(model, pipeline, stage, sums, finish)
 
 
 class StageForward(nn.Module):
@@ -58,28 +59,28 @@ class StageForward(nn.Module):
 
     _model: nn.Module
     _owner: nn.Module
-    _stand_in: _StandIn
     _swapped: dict[str, nn.Module]
+    _stand_in: _StandIn
     _entry: _Entry | None
     _exit: _Exit | None
 
     def __init__(
         self,
         model: nn.Module,
-        stages: Stages,
+        pipeline: Pipeline,
         stage: int,
-        parts: StageParts,
-        sums: RouterSums | None,
-        finish: Callable[[Any, tuple[Tensor, ...], Mapping[str, Any]], Any] | None,
+        sums: RouterSums | None = None,
+        finish: Finish | None = None,
     ) -> None:
         super().__init__()
+        parts, stages = pipeline.parts, pipeline.stages
         self.stage = stage
         self.is_first, self.is_last = stage == 0, stage == len(stages) - 1
         self._sums, self._finish = sums, finish
-        entry: _Entry | None = None
-        leave: _Exit | None = None
         held = stages.ranges[stage]
         swapped: dict[str, nn.Module] = {}
+        entry: _Entry | None = None
+        leave: _Exit | None = None
         for i in range(parts.count):
             name = f"{parts.layers}.{i}"
             if i in held:
@@ -91,42 +92,100 @@ class StageForward(nn.Module):
                 swapped[name] = leave = _Exit(layer, i)
             else:
                 swapped[name] = Passthrough(layer, i)
-        for name in () if self.is_first else parts.first:
-            swapped[name] = Passthrough(model.get_submodule(name))
+        around = (() if self.is_first else parts.first) + (() if self.is_last else parts.last)
+        swapped.update({name: Passthrough(model.get_submodule(name)) for name in around})
         stand_in = _StandIn(model.get_submodule(parts.embedding))
         if not self.is_first:
             swapped[parts.embedding] = stand_in
-        for name in () if self.is_last else parts.last:
-            swapped[name] = Passthrough(model.get_submodule(name))
         own = [f"{parts.layers}.{i}" for i in held]
         own += parts.first if self.is_first else ()
         own += parts.last if self.is_last else ()
         self.parts = nn.ModuleList([model.get_submodule(name) for name in own])
         # Not as submodules: they hold what other stages of this rank run.
         owner = model.get_submodule(parts.embedding.rpartition(".")[0])
-        vars(self).update(_model=model, _owner=owner, _stand_in=stand_in, _swapped=swapped)
-        vars(self).update(_entry=entry, _exit=leave)
+        vars(self).update(_model=model, _owner=owner, _swapped=swapped)
+        vars(self).update(_stand_in=stand_in, _entry=entry, _exit=leave)
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Any:
         """Run the stage."""
+        logits: list[Tensor] = []
         received: tuple[Tensor, ...] = ()
+        hidden: Tensor | None = None
+        call = kwargs
         if self.is_first:
-            kwargs = {"input_ids": inputs[0], **kwargs} if inputs else kwargs
-            output, logits = self._run(kwargs)
+            call = {"input_ids": inputs[0], **kwargs} if inputs else kwargs
         else:
             hidden, *rest = inputs
             received = tuple(rest)
-            assert self._entry is not None
-            self._entry.value = hidden
-            output, logits = self._run(self._with_embeds(kwargs, hidden))
-            self._entry.value = None
+        with contextlib.ExitStack() as stack:
+            if self._sums is not None:
+                call = {**call, "output_router_logits": False}
+                stack.enter_context(self.router_logits(logits))
+            output, handed = self.run(self._model, hidden, call)
         if self.is_last:
             totals = self._totals(logits, inputs[0], kwargs, received)
             return output if self._finish is None else self._finish(output, totals, kwargs)
-        assert self._exit is not None
-        handed, self._exit.value = self._exit.value, None
-        assert handed is not None, "the model's loop did not reach the layer after the stage"
+        assert handed is not None
         return (handed, *self._totals(logits, handed, kwargs, received))
+
+    def run(
+        self, model: Callable[..., Any], hidden: Tensor | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Tensor | None]:
+        """Call `model`, which runs the split model's forward, as this stage.
+
+        Returns:
+            The model's output, of use on the last stage, and what this stage hands on elsewhere.
+        """
+        call = dict(kwargs)
+        if hidden is not None:
+            assert self._entry is not None
+            self._entry.value = hidden
+            # Shapes, dtype and device of a stage that doesn't embed come from these.
+            like = hidden.detach()
+            if hidden.ndim > 3:  # several residual streams
+                like = like.new_zeros(*hidden.shape[:2], hidden.shape[-1])
+            self._stand_in.value = like
+            if call.get("input_ids") is None:
+                call["inputs_embeds"] = like
+        if not self.is_last:
+            call = {name: value for name, value in call.items() if name not in _LAST_ONLY}
+        try:
+            with _running(self._model, self._swapped):
+                output = model(**call)
+            return output, None if self._exit is None else self._exit.value
+        finally:
+            for part in (self._entry, self._exit, self._stand_in):
+                if part is not None:
+                    part.value = None
+
+    @contextlib.contextmanager
+    def router_logits(
+        self, found: list[Tensor], *, earlier: Sequence[Tensor] | None = None
+    ) -> Iterator[None]:
+        """Put the logits of the stage's routers into `found` meanwhile.
+
+        Args:
+            found: receives those of this stage, in the order of the layers.
+            earlier: those of earlier stages; the model's own code then sees all of them.
+        """
+
+        def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return args, {**kwargs, "output_router_logits": True}
+
+        def take(_: nn.Module, args: Any, output: Any) -> None:
+            found.extend(getattr(output, "router_logits", None) or ())
+            if earlier is not None:
+                output.router_logits = (*earlier, *found)
+
+        hooks = (
+            self._owner.register_forward_pre_hook(ask, with_kwargs=True),
+            self._owner.register_forward_hook(take),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _totals(
         self,
@@ -139,67 +198,6 @@ class StageForward(nn.Module):
             return ()
         own = self._sums(logits, hidden, kwargs)
         return tuple(a + b for a, b in zip(received, own, strict=True)) if received else own
-
-    def _with_embeds(self, kwargs: dict[str, Any], hidden: Tensor) -> dict[str, Any]:
-        """The arguments of a stage that does not embed: shapes, dtype and device come from these."""
-        size = hidden.shape[-1]
-        like = hidden.detach()
-        if hidden.ndim > 3:  # several residual streams
-            like = like.new_zeros(*hidden.shape[:2], size)
-        self._stand_in.value = like
-        if kwargs.get("input_ids") is not None:
-            return kwargs
-        return {**kwargs, "inputs_embeds": like}
-
-    def _run(self, kwargs: dict[str, Any]) -> tuple[Any, Sequence[Tensor]]:
-        if not self.is_last:
-            kwargs = {k: v for k, v in kwargs.items() if k not in ("labels", "logits_to_keep")}
-        logits: list[Tensor] = []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_swapped(self._model, self._swapped))
-            if self._sums is not None:
-                kwargs = {**kwargs, "output_router_logits": False}
-                stack.enter_context(_router_logits(self._owner, logits))
-            output = self._model(**kwargs)
-        self._stand_in.value = None
-        return output, logits
-
-
-@contextlib.contextmanager
-def _router_logits(owner: nn.Module, found: list[Tensor]) -> Iterator[None]:
-    """Have the model of the layers record its routers' logits, and put them into `found`."""
-
-    def ask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "output_router_logits": True}
-
-    def take(_: nn.Module, args: Any, output: Any) -> None:
-        found.extend(getattr(output, "router_logits", None) or ())
-
-    hooks = (
-        owner.register_forward_pre_hook(ask, with_kwargs=True),
-        owner.register_forward_hook(take),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextlib.contextmanager
-def _swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let `model` have these modules meanwhile."""
-    places = []
-    for name, module in modules.items():
-        owner, _, leaf = name.rpartition(".")
-        children = model.get_submodule(owner)._modules
-        places.append((children, leaf, children[leaf]))
-        children[leaf] = module
-    try:
-        yield
-    finally:
-        for children, leaf, before in places:
-            children[leaf] = before
 
 
 class _Entry(Passthrough):
@@ -234,3 +232,29 @@ class _StandIn(Passthrough):
 
     def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
         return self.value
+
+
+_RUNNING = "_ep_stage_running"
+
+
+def runs_as_stage(model: nn.Module) -> bool:
+    """Whether a `StageForward` is calling `model`."""
+    return bool(vars(model).get(_RUNNING))
+
+
+@contextlib.contextmanager
+def _running(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let `model` have these modules meanwhile."""
+    places = []
+    for name, module in modules.items():
+        owner, _, leaf = name.rpartition(".")
+        children = model.get_submodule(owner)._modules
+        places.append((children, leaf, children[leaf]))
+        children[leaf] = module
+    vars(model)[_RUNNING] = True
+    try:
+        yield
+    finally:
+        vars(model).pop(_RUNNING)
+        for children, leaf, before in places:
+            children[leaf] = before

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from ep_mesh import PP_SCHEDULES, DistributedConfig
+from ep_plans.patterns import is_below
+from ep_plans.resolve import Plans
 from ep_plans.splitting import StageParts, find_parts
 from ep_plans.styles.base import num_experts_of
 
@@ -184,59 +188,142 @@ class Passthrough(nn.Module):
         return hidden_states
 
 
-class TiedEmbedding(Passthrough):
-    """The embedding's weight on the last stage, where the head that shares it runs."""
+class TiedWeight(Passthrough):
+    """The weight that embedding and head share, where the other one of them runs.
+
+    The parameter stays under its name, so that files may hold it under either.
+
+    Attributes:
+        shell: the module, without its parameters.
+    """
+
+    shell: nn.Module
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__(replaced)
         self.weight = replaced.weight
+        shell = copy.copy(replaced)
+        shell._parameters = {}
+        vars(self)["shell"] = shell  # not a child
 
 
-def keep_stages(model: nn.Module, stages: Stages, pp_rank: int) -> StageParts:
-    """Take from `model`, in place, what the ranks at a place of the `pp` axis don't hold.
+@dataclass(frozen=True)
+class Pipeline:
+    """What a rank knows of a model that was split.
 
-    Returns:
-        The parts of the whole model.
+    Attributes:
+        stages: the stages of the model.
+        parts: its parts.
+        here: the stages that this rank holds.
+        modules: the names of all modules of the whole model, children before their parents.
+        tensors: the names in the state dict of the whole model, in its order.
     """
-    parts = find_parts(model)
-    held = stages.of(pp_rank)
-    mine = {layer for stage in held for layer in stages.ranges[stage]}
+
+    stages: Stages
+    parts: StageParts
+    here: tuple[int, ...]
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, stages: Stages, pp_rank: int) -> Self:
+        """For a model that is still whole. Pure."""
+        return cls(
+            stages,
+            find_parts(model),
+            tuple(stages.of(pp_rank)),
+            tuple(_children_first(model, "")),
+            tuple(model.state_dict(keep_vars=True)),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank runs the embedding."""
+        return 0 in self.here
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the head."""
+        return len(self.stages) - 1 in self.here
+
+    def runs(self, name: str) -> bool:
+        """Whether this rank runs the module, or the module of the parameter, of that name."""
+        if is_below(name, [self.parts.layers]) and name != self.parts.layers:
+            layer = int(name[len(self.parts.layers) + 1 :].partition(".")[0])
+            return any(layer in self.stages.ranges[stage] for stage in self.here)
+        if is_below(name, self.parts.first):
+            return self.is_first
+        return self.is_last or not is_below(name, self.parts.last)
+
+    def part_of(self, plans: Plans) -> Plans:
+        """The rules for the modules that this rank runs."""
+        tp, ep, fsdp = (
+            {name: style for name, style in rules.items() if self.runs(name)}
+            for rules in (plans.tp, plans.ep, plans.fsdp)
+        )
+        embedding, head = self.parts.embedding, self.parts.head
+        if self.parts.tied and not self.is_first and self.is_last and embedding in plans.fsdp:
+            # The plan gave the one unit of both to the embedding.
+            fsdp[head] = plans.fsdp[embedding]
+        return replace(plans, tp=tp, ep=ep, fsdp=fsdp)
+
+    def tied_holder(self, model: nn.Module) -> tuple[TiedWeight, nn.Module] | None:
+        """The holder of a tied weight that runs elsewhere, and the module here that uses it."""
+        if not self.parts.tied or self.is_first == self.is_last:
+            return None
+        names = (self.parts.embedding, self.parts.head)
+        holder, user = (model.get_submodule(n) for n in (names[::-1] if self.is_first else names))
+        assert isinstance(holder, TiedWeight)
+        return holder, user
+
+
+def keep_stages(model: nn.Module, pipeline: Pipeline) -> None:
+    """Take from `model`, in place, what this rank's stages don't hold."""
+    parts = pipeline.parts
     for i in range(parts.count):
-        if i not in mine:
-            _replace(model, f"{parts.layers}.{i}", i)
-    if 0 not in held:
-        for name in parts.first:
-            tied = parts.tied and name == parts.embedding and len(stages) - 1 in held
-            embedding = model.get_submodule(name)
-            _replace(model, name, with_=TiedEmbedding(embedding) if tied else None)
-    if len(stages) - 1 not in held:
-        for name in parts.last:
-            _replace(model, name)
+        name = f"{parts.layers}.{i}"
+        if not pipeline.runs(name):
+            _replace(model, name, functools.partial(Passthrough, index=i))
+    for names, runs in ((parts.first, pipeline.is_first), (parts.last, pipeline.is_last)):
+        for name in () if runs else names:
+            tied = parts.tied and name in (parts.embedding, parts.head)
+            held = tied and (pipeline.is_first or pipeline.is_last)
+            _replace(model, name, TiedWeight if held else Passthrough)
     keys: Mapping[str, str] | None = getattr(model, "all_tied_weights_keys", None)
     if keys:
         here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         kept = {a: b for a, b in keys.items() if a in here and b in here}
         model.all_tied_weights_keys = kept  # type: ignore[assignment]
-    return parts
 
 
-def _replace(
-    model: nn.Module, name: str, index: int | None = None, with_: nn.Module | None = None
-) -> None:
+def _replace(model: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]) -> None:
     owner, _, leaf = name.rpartition(".")
     children = model.get_submodule(owner)._modules
     replaced = children[leaf]
     assert replaced is not None
-    children[leaf] = Passthrough(replaced, index) if with_ is None else with_
+    children[leaf] = make(replaced)
+
+
+def _children_first(module: nn.Module, name: str) -> Iterator[str]:
+    for child, part in module.named_children():
+        yield from _children_first(part, f"{name}.{child}" if name else child)
+    yield name
 
 
 def _count_tokens(cache: Any, index: int, hidden: Tensor) -> None:
-    """Let a cache hear of the tokens of a layer that is elsewhere: keys without features."""
+    """Let a cache hear of the tokens of a layer that is elsewhere: keys without features.
+
+    The cache of a linear attention, which has no length, hears that it was used.
+    """
     layers = getattr(cache, "layers", None)
-    if layers is None or (index < len(layers) and not hasattr(layers[index], "get_seq_length")):
+    if layers is None:
         return
-    nothing = hidden.new_empty(hidden.shape[0], 1, hidden.shape[1], 0)
-    cache.update(nothing, nothing, index)
+    layer = layers[index] if index < len(layers) else None
+    if isinstance(used := getattr(layer, "has_previous_state", None), dict):
+        used.update(dict.fromkeys(used, True))
+    if layer is None or hasattr(layer, "get_seq_length"):
+        nothing = hidden.new_empty(hidden.shape[0], 1, hidden.shape[1], 0)
+        cache.update(nothing, nothing, index)
 
 
 def _top_k(model: nn.Module) -> int:

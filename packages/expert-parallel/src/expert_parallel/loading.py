@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ep_kernels import BackendRequest, Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import check_ep_options, check_stages
+from ep_plans import check_ep_options
 from expert_parallel import _compat
 from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
 from expert_parallel.boxes import lengths
@@ -63,7 +63,6 @@ def load(
             read in parts, or an argument contradicts `distributed_config`.
     """
     config = as_config(distributed_config)
-    check_stages(config)
     for name in ("device_map", "tp_plan", "tp_size", "device_mesh"):
         if kwargs.get(name) is not None:
             raise ValueError(

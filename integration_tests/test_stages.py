@@ -1,0 +1,112 @@
+"""A model that is split into pipeline stages gives what the whole one gives, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from dispatching import name_of
+from equality import relative_error
+from transformers import PreTrainedConfig
+
+from ep_mesh import DistributedConfig
+from ep_plans import parallel_state
+from ep_testing import RankPool
+from expert_parallel import parallelize
+
+FOUR = {"num_hidden_layers": 4}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3_moe": lambda: tiny_models.qwen3_moe(**FOUR),
+    "dense first": lambda: tiny_models.deepseek_v3(**FOUR, first_k_dense_replace=2),
+    "alternating": lambda: tiny_models.qwen2_moe(**FOUR, decoder_sparse_step=2),
+    "layer types": lambda: tiny_models.gpt_oss(
+        **FOUR, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "tied": lambda: tiny_models.mixtral(**FOUR, tie_word_embeddings=True),
+    "llama4": lambda: tiny_models.llama4(**FOUR),
+}
+LAYOUTS: list[dict[str, Any]] = [
+    {"pp_size": 2},
+    {"pp_size": 4},
+    {"pp_size": 2, "pp_schedule": "interleaved_1f1b"},
+    {"pp_size": 2, "pp_schedule": "zero_bubble"},
+    {"pp_size": 2, "pp_stages": [1, 3]},
+    {"pp_size": 2, "tp_size": 2, "ep_size": 2},
+    {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    {"pp_size": 2, "tp_size": 2, "ep_size": 2, "enable_sequence_parallel": True},
+    {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    {"pp_size": 2, "tp_size": 2, "dp_replicate_size": 2, "ep_size": 2},
+]
+MIXED = LAYOUTS[8]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model in one layout and one model in every layout; with `--all-layouts` everything."""
+    if "layout" not in metafunc.fixturenames:
+        return
+    whole = metafunc.config.getoption("--all-layouts")
+    cases = [
+        (model, layout)
+        for model in CONFIGS
+        for layout in LAYOUTS
+        if whole or model in ("qwen3_moe",) or layout is MIXED
+    ]
+    names = [f"{model}-{name_of(layout)}" for model, layout in cases]
+    metafunc.parametrize(("model", "layout"), cases, ids=names)
+
+
+def build(model: str, **changes: Any) -> transformers.PreTrainedModel:
+    config = CONFIGS[model]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return tiny_models.build(config).eval()
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    """Token ids, labels and a mask with padding of a batch."""
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, 96, (2, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 6 - number % 3 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def forward(
+    rank: int, model: str, layout: dict[str, Any], options: dict[str, Any], changes: dict[str, Any]
+) -> tuple[int, Any]:
+    config = DistributedConfig(**layout)
+    split = parallelize(build(model, **changes), config)
+    state = parallel_state(split)
+    assert state is not None and state.pipeline is not None
+    here = [i for stage in state.pipeline.here for i in state.pipeline.stages.ranges[stage]]
+    numbers = {
+        int(name.split(".")[2])
+        for name, _ in split.named_parameters()
+        if name.startswith("model.layers.")
+    }
+    assert numbers == set(here), "a rank holds the layers of its stages, under their numbers"
+    shard = config.layout.batch_of(rank)
+    with torch.no_grad():
+        output = split(**batch(shard), **options)
+    return shard, {name: value for name, value in output.items() if name != "cache"}
+
+
+def world(layout: dict[str, Any]) -> int:
+    return DistributedConfig(**layout).world_size
+
+
+def test_a_forward_gives_the_whole_models_output(
+    ranks: RankPool, model: str, layout: dict[str, Any]
+) -> None:
+    told = ranks.run(forward, model, layout, {}, {}, world=world(layout))
+    whole = build(model)
+    for shard, output in told:
+        with torch.no_grad():
+            expected = whole(**batch(shard))
+        assert relative_error(output["logits"], expected.logits) < 1e-5
+        assert relative_error(output["loss"], expected.loss) < 1e-5
