@@ -12,12 +12,13 @@ import torch
 import transformers
 from dispatching import name_of
 from equality import relative_error
+from safetensors.torch import load_file
 from transformers import PreTrainedConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import parallel_state
 from ep_testing import RankPool
-from expert_parallel import parallelize
+from expert_parallel import AutoModelForCausalLM, parallelize
 
 FOUR = {"num_hidden_layers": 4}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -60,11 +61,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("model", "layout"), cases, ids=names)
 
 
-def build(model: str, **changes: Any) -> transformers.PreTrainedModel:
+def build(
+    model: str, dtype: torch.dtype = torch.float64, **changes: Any
+) -> transformers.PreTrainedModel:
     config = CONFIGS[model]()
     for name, value in changes.items():
         setattr(config, name, value)
-    return tiny_models.build(config).eval()
+    return tiny_models.build(config, dtype).eval()
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
@@ -82,7 +85,8 @@ def forward(
     config = DistributedConfig(**layout)
     split = parallelize(build(model, **changes), config)
     state = parallel_state(split)
-    assert state is not None and state.pipeline is not None
+    assert state is not None
+    assert state.pipeline is not None
     here = [i for stage in state.pipeline.here for i in state.pipeline.stages.ranges[stage]]
     numbers = {
         int(name.split(".")[2])
@@ -110,3 +114,68 @@ def test_a_forward_gives_the_whole_models_output(
             expected = whole(**batch(shard))
         assert relative_error(output["logits"], expected.logits) < 1e-5
         assert relative_error(output["loss"], expected.loss) < 1e-5
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 6, "do_sample": False},
+    "sampling": {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5, "top_k": 20},
+    "static cache": {"max_new_tokens": 5, "cache_implementation": "static", "do_sample": False},
+    "beams": {"max_new_tokens": 4, "num_beams": 3, "do_sample": False},
+    "no cache": {"max_new_tokens": 3, "use_cache": False, "do_sample": False},
+}
+
+
+def prompt(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(14, 96, (1 + number % 2, 3 + number), generator=generator)
+
+
+def save(folder: Path, model: str) -> str:
+    whole = build(model, torch.float32)
+    # One token in eight ends a text, so that batches stop at different lengths.
+    whole.generation_config.eos_token_id = list(range(2, 14))
+    whole.save_pretrained(folder / "whole")
+    return str(folder / "whole")
+
+
+def generate_and_save(
+    rank: int, path: str, layout: dict[str, Any], modes: list[str], target: str
+) -> tuple[int, dict[str, Any]]:
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
+    state = parallel_state(model)
+    assert state is not None
+    shard = state.mesh.layout.batch_of(rank)
+    found = {}
+    for name in modes:
+        torch.manual_seed(1000 + rank)  # ranks of one batch must not need the same seed
+        found[name] = model.generate(prompt(shard), **MODES[name]).tolist()
+    model.save_pretrained(target)
+    return shard, found
+
+
+def test_it_is_loaded_generates_and_is_saved_as_one(
+    ranks: RankPool, model: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    path = save(tmp_path, model)
+    modes = [*MODES] if layout in (MIXED, {"pp_size": 2}) else ["greedy", "sampling"]
+    args = (path, layout, modes, str(tmp_path / "saved"))
+    told = ranks.run(generate_and_save, *args, world=world(layout))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(path)
+    first_of: dict[int, int] = {}
+    for rank, (shard, texts) in enumerate(told):
+        for name in modes:
+            torch.manual_seed(1000 + first_of.setdefault(shard, rank))
+            expected = whole.generate(prompt(shard), **MODES[name]).tolist()
+            assert texts[name] == expected, (rank, name)
+    saved, known = contents(tmp_path / "saved"), contents(Path(path))
+    assert saved.keys() == known.keys()
+    assert all(torch.equal(saved[name], value) for name, value in known.items())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in whole.state_dict().items())
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found

@@ -77,7 +77,7 @@ def check_boxes(rank: int, name: str) -> None:
 def check_gathering(rank: int, name: str) -> int:
     whole, made = sharded(name)
     out = torch.empty(whole.shape, device="cpu" if rank == 0 else "meta")
-    lazy = gathered(made)
+    lazy = gathered({"weight": made}, nn.Module())["weight"]
     lazy.read(tuple(((0, size),) for size in whole.shape), out)
     box = tuple(((0, 1), (size - 1, size)) for size in whole.shape)
     corners = torch.empty(lengths(box), device=out.device)

@@ -8,6 +8,7 @@
 | `modeling_utils.convert_and_load_state_dict_in_model` | where reading ends: wait for it, and let all ranks agree on errors | transformers 5.17, 5.24 |
 | `integrations.mxfp4.dequantize_convertops` | a rank dequantizes its own experts | transformers 5.17, 5.24 |
 | `PreTrainedModel._initialize_missing_keys`, `._init_weights` | weights that no file holds are the same on every rank | transformers 5.17, 5.24 |
+| `PreTrainedModel._adjust_missing_and_unexpected_keys` | what each pipeline stage misses is told on all ranks | transformers 5.17, 5.24 |
 | `core_model_loading.revert_weight_conversion`, `PreTrainedModel._weight_conversions` | saving in the checkpoint's own form | transformers 5.17, 5.24 |
 | `GenerationMixin._has_unfinished_sequences` | ranks with different batches stop at different lengths | transformers 5.17, 5.24 |
 | `GenerationMixin._prefill` | the arguments are checked, forwards begin | transformers 5.17, 5.24 |
@@ -89,6 +90,9 @@ class Loader(Protocol):
 
     def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
         """Initialize what no file held; `rest` is transformers' way, for plain tensors."""
+
+    def report(self, model: PreTrainedModel, loading_info: Any) -> None:
+        """Make what was missing, unexpected or mismatched the same on every rank."""
 
 
 _active: ContextVar[Loader | None] = ContextVar("expert_parallel_loader", default=None)
@@ -220,6 +224,7 @@ def _install(patches: ExitStack) -> None:
     replace(DistributedMixin, "prepare_distribute_model", _prepare)
     replace(DistributedMixin, "maybe_distribute_model", _distribute)
     replace(PreTrainedModel, "_initialize_missing_keys", _initialize)
+    replace(PreTrainedModel, "_adjust_missing_and_unexpected_keys", _report)
     replace(core_model_loading, "DtensorShardOperation", _no_operation)
     replace(core_model_loading, "spawn_materialize", _stay_lazy)
     replace(core_model_loading, "set_param_for_module", _set_parameter)
@@ -262,6 +267,15 @@ def _initialize(original: Callable[..., None]) -> Callable[..., None]:
             loader.initialize(self, lambda: original(self, is_quantized))
 
     return initialize
+
+
+def _report(original: Callable[..., None]) -> Callable[..., None]:
+    def adjust(self: PreTrainedModel, loading_info: Any) -> None:
+        if (loader := _active.get()) is not None:
+            loader.report(self, loading_info)
+        original(self, loading_info)
+
+    return adjust
 
 
 def _no_operation(original: Callable[..., Any]) -> Callable[..., Any]:

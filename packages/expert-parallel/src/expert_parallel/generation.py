@@ -7,7 +7,7 @@ count and runs a forward of one token, without a cache, for each step that other
 back what it had when it finished. Ranks that are still generating never wait for the sum.
 
 [Note: one batch, one text]
-The ranks of a TP group compute the same logits. They also get the same random numbers, the same
+The ranks of a TP group compute the same logits, and the stages of a pipeline are given them. They also get the same random numbers, the same
 scores, and the same answer from criteria that look at a clock: those of their first rank.
 """
 
@@ -36,22 +36,26 @@ from ep_mesh import ParallelMesh
 from expert_parallel import _compat
 from expert_parallel.agreement import raise_together
 
+# The axes whose ranks share a batch, and what their groups are called.
+_SAME_BATCH = {"tp": "TP group", "pp": "pipeline"}
+
 
 def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """`model.generate` of transformers, in any layout; every rank must call.
 
-    Ranks of a TP group must give the same inputs, and get the same tokens, sampled ones too.
+    Ranks of a TP group, and the stages of a pipeline, must give the same inputs, and get the same
+    tokens, sampled ones too.
     Ranks with different batches may give prompts of different lengths and counts, and get texts of
     different lengths.
 
     Raises:
         OtherRankError: another rank of this replica refused its arguments.
-        ValueError: ranks of a TP group were given different inputs; or the arguments make ranks
+        ValueError: ranks that share a batch were given different inputs; or the arguments make ranks
             with different batches run different numbers of forwards before the first token, or per
             step (`prefill_chunk_size`, assisted and prompt-lookup decoding).
 
-    Costs, beside the forwards: with `tp_size > 1` a gather of one number at the start, and a
-    broadcast of the scores [B, vocabulary] per token; with `fsdp_size > 1` a one-number all-reduce
+    Costs, beside the forwards: with `tp_size > 1` (and again with `pp_size > 1`) a gather of one number
+    at the start, and a broadcast of the scores [B, vocabulary] per token; with `fsdp_size > 1` a one-number all-reduce
     per token.
     """
     state = ep_plans.parallel_state(model)
@@ -66,8 +70,10 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if steps is not None:
             _check_same_steps(model, named)
             overrides.update(unfinished=steps, before_first=steps.begin)
-        if mesh.size("tp") > 1:
-            _check_same_inputs(mesh, named)
+        for axis in _SAME_BATCH:
+            if mesh.size(axis) > 1:
+                _check_same_inputs(mesh, named, axis)
+        if any(mesh.size(axis) > 1 for axis in _SAME_BATCH):
             named = _follow_leader(model, mesh, named)
             _share_random_state(mesh)
             # Computed from the config's heads, of which each rank has some; None: by the first keys.
@@ -119,37 +125,42 @@ class _Steps:
         self.model(input_ids=token, use_cache=False, return_dict=True)
 
 
+def _from_leader(tensor: torch.Tensor, mesh: ParallelMesh) -> torch.Tensor:
+    """What the first rank with this batch has: over its TP group, then over the stages."""
+    tensor = tensor.contiguous()
+    for axis in _SAME_BATCH:
+        if mesh.size(axis) > 1:
+            leader = mesh.layout.group(axis, mesh.rank)[0]
+            dist.broadcast(tensor, src=leader, group=mesh.group(axis))
+    return tensor
+
+
 class _LeadersScores(LogitsProcessor):
-    """The scores of the TP group's first rank, for all of them."""
+    """The scores of the first rank with this batch, for all of them."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        self.group, self.leader = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)[0]
+        self.mesh = mesh
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.contiguous()
-        dist.broadcast(scores, src=self.leader, group=self.group)
-        return scores
+        return _from_leader(scores, self.mesh)
 
 
 class _LeadersVerdict(StoppingCriteria):
-    """What a criterion says on the TP group's first rank, for all of them."""
+    """What a criterion says on the first rank with this batch, for all of them."""
 
     def __init__(self, criterion: StoppingCriteria, mesh: ParallelMesh) -> None:
-        self.criterion = criterion
-        self.group, self.leader = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)[0]
+        self.criterion, self.mesh = criterion, mesh
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         said = self.criterion(input_ids, scores, **kwargs)
         verdict = torch.as_tensor(said, device=input_ids.device).expand(input_ids.shape[0])
-        told = verdict.to(torch.uint8).contiguous()
-        dist.broadcast(told, src=self.leader, group=self.group)
-        return told.bool()
+        return _from_leader(verdict.to(torch.uint8), self.mesh).bool()
 
 
 def _follow_leader(
     model: PreTrainedModel, mesh: ParallelMesh, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments under which the ranks of a TP group can't come apart."""
+    """Arguments under which the ranks with one batch can't come apart."""
     processors = [*(kwargs.get("logits_processor") or ()), _LeadersScores(mesh)]
     criteria: Sequence[StoppingCriteria] = list(kwargs.get("stopping_criteria") or ())
     config = kwargs.get("generation_config") or model.generation_config
@@ -169,9 +180,9 @@ def _follow_leader(
     return changed
 
 
-def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any]) -> None:
-    """Raise on all ranks of a TP group if their inputs differ: their collectives would too."""
-    group, ranks = mesh.group("tp"), mesh.layout.group("tp", mesh.rank)
+def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any], axis: str) -> None:
+    """Raise on all ranks of a group if their inputs differ: their collectives would too."""
+    group, ranks = mesh.group(axis), mesh.layout.group(axis, mesh.rank)
     digest = torch.tensor([_digest(kwargs)], device=mesh.device)
     digests = torch.empty(len(ranks), dtype=digest.dtype, device=mesh.device)
     dist.all_gather_into_tensor(digests, digest, group=group)
@@ -184,7 +195,7 @@ def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any]) -> None:
     dist.all_gather_object(shapes, given, group=group)
     told = "; ".join(f"rank {rank}: {held}" for rank, held in zip(ranks, shapes, strict=True))
     raise ValueError(
-        "The ranks of a TP group must be given the same inputs, since they compute one batch. Of "
+        f"The ranks of a {_SAME_BATCH[axis]} must be given the same inputs, since they compute one batch. Of "
         f"the group {[*ranks]}, rank(s) {different} were given others than rank {ranks[0]}. "
         f"Shapes: {told}. Give each group one batch (and one padding)."
     )
@@ -203,13 +214,10 @@ def _digest(kwargs: dict[str, Any]) -> int:
 
 
 def _share_random_state(mesh: ParallelMesh) -> None:
-    """Continue on every rank of a TP group with the first one's random state."""
-    leader = mesh.layout.group("tp", mesh.rank)[0]
+    """Continue on every rank with this batch with the first one's random state."""
 
     def share(state: torch.Tensor) -> torch.Tensor:
-        sent = state.to(mesh.device)
-        dist.broadcast(sent, src=leader, group=mesh.group("tp"))
-        return sent.to("cpu")
+        return _from_leader(state.to(mesh.device), mesh).to("cpu")
 
     torch.set_rng_state(share(torch.get_rng_state()))
     if mesh.device.type == "cuda":

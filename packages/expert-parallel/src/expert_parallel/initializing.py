@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import ep_plans
+from ep_plans import TiedWeight
 from expert_parallel import _compat
 from expert_parallel.lazy import Constant
 from expert_parallel.shards import box_of, home_of, replacement
@@ -109,19 +110,26 @@ def _leave_meta(
 
 def _initialize_all(model: nn.Module, seed: int) -> None:
     drawn: list[nn.Parameter] = []
-    for index, (owner, module) in enumerate(_in_order(model, model)):
+    state = ep_plans.parallel_state(model)
+    places: dict[str, int] = {}
+    if state is not None and state.pipeline is not None:  # numbers of the whole model's modules
+        places = {name: place for place, name in enumerate(state.pipeline.modules)}
+    for index, (name, owner, module) in enumerate(_in_order(model, model)):
         # Of its own, since a rule may draw into a child's shards, which differ in size by rank.
-        torch.manual_seed(seed + index)
+        torch.manual_seed(seed + places.get(name, index))
         drawn += _initialize_module(owner, module)
     for parameter in drawn:
         _compat.mark_initialized(parameter)
 
 
-def _in_order(owner: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Modules, children first, each with the innermost model that it belongs to."""
-    for child in module.children():
-        yield from _in_order(child if isinstance(child, PreTrainedModel) else owner, child)
-    yield owner, module
+def _in_order(
+    owner: nn.Module, module: nn.Module, name: str = ""
+) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Modules, children first, each with its name and the innermost model that it belongs to."""
+    for leaf, child in module.named_children():
+        inner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _in_order(inner, child, f"{name}.{leaf}" if name else leaf)
+    yield name, owner, module
 
 
 def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter]:
@@ -132,18 +140,23 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
     }
     if not missing and not _has_rule_for_buffers(owner, module):
         return []
+    # Drawn by the rule of the module that a stage which does not run it put this one in place of.
+    kind = module.shell if isinstance(module, TiedWeight) else module
     try:
         for name, parameter in missing.items():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-        _draw(owner, module)
+            kind._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        _draw(owner, kind)
         for name, parameter in missing.items():
-            drawn = module._parameters[name]
+            drawn = kind._parameters[name]
             assert drawn is not None
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             Constant(drawn).read(box_of(parameter), local.detach())
     finally:
-        module._parameters.update(missing)
+        if kind is module:
+            module._parameters.update(missing)
+        else:
+            kind._parameters.clear()
     return list(missing.values())
 
 

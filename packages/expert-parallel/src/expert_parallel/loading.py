@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ep_kernels import BackendRequest, Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import check_ep_options
+from ep_plans import check_ep_options, parallel_state
 from expert_parallel import _compat
 from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
 from expert_parallel.boxes import lengths
@@ -253,3 +254,28 @@ class _Loader:
 
     def initialize(self, model: PreTrainedModel, rest: Callable[[], None]) -> None:
         initialize_missing(model, rest)
+
+    def report(self, model: PreTrainedModel, loading_info: Any) -> None:
+        """Join what the stages of a pipeline found; a key of another stage is not unexpected."""
+        state = parallel_state(model)
+        if state is None or state.pipeline is None:
+            return
+        known = set(state.pipeline.tensors)
+        prefix = f"{model.base_model_prefix}."
+        loading_info.unexpected_keys = {
+            key
+            for key in loading_info.unexpected_keys
+            if known.isdisjoint((key, f"{prefix}{key}", key.removeprefix(prefix)))
+        }
+        # Missing on one stage: the other one that holds a tied weight may have learned more.
+        mine = (
+            loading_info.missing_keys,
+            loading_info.mismatched_keys,
+            loading_info.conversion_errors,
+        )
+        all_found: list[Any] = [None] * state.mesh.size("pp")
+        dist.all_gather_object(all_found, mine, group=state.mesh.group("pp"))
+        for missing, mismatched, errors in all_found:
+            loading_info.missing_keys |= missing
+            loading_info.mismatched_keys |= mismatched
+            loading_info.conversion_errors.update(errors)

@@ -122,7 +122,7 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
     ignored = _compat.names_not_saved(model)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     first: dict[int, str] = {}
-    kept: dict[str, LazyTensor] = {}
+    kept: dict[str, torch.Tensor] = {}
     names = [name for name in state if name not in tied] + [name for name in state if name in tied]
     for name in names:
         tensor = state[name]
@@ -130,8 +130,8 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
             continue
         if first.setdefault(id(tensor), name) != name:
             continue
-        kept[name] = gathered(tensor)
-    return kept
+        kept[name] = tensor
+    return gathered(kept, model)
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
