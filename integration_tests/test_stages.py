@@ -157,7 +157,7 @@ def test_it_is_loaded_generates_and_is_saved_as_one(
     ranks: RankPool, model: str, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     path = save(tmp_path, model)
-    modes = [*MODES] if layout in (MIXED, {"pp_size": 2}) else ["greedy", "sampling"]
+    modes = [*MODES] if layout in (MIXED, LAYOUTS[2]) else ["greedy", "sampling"]
     args = (path, layout, modes, str(tmp_path / "saved"))
     told = ranks.run(generate_and_save, *args, world=world(layout))
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)

@@ -86,12 +86,14 @@ class StageForward(nn.Module):
             if i in held:
                 continue
             layer = model.get_submodule(name)
+            # A cache hears of the layers that this rank's other stages run from those.
+            counted = None if stage == pipeline.here[0] and pipeline.runs(name) else i
             if i == held.start - 1:
-                swapped[name] = entry = _Entry(layer, i)
+                swapped[name] = entry = _Entry(layer, counted)
             elif i == held.stop:
-                swapped[name] = leave = _Exit(layer, i)
+                swapped[name] = leave = _Exit(layer, counted)
             else:
-                swapped[name] = Passthrough(layer, i)
+                swapped[name] = Passthrough(layer, counted)
         around = (() if self.is_first else parts.first) + (() if self.is_last else parts.last)
         swapped.update({name: Passthrough(model.get_submodule(name)) for name in around})
         stand_in = _StandIn(model.get_submodule(parts.embedding))

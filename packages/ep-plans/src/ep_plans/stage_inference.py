@@ -10,7 +10,9 @@ fails hands its error on in place of the hidden states, so that every rank raise
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +76,7 @@ class _Chain:
         self.model, self.mesh, self.pipeline = model, mesh, pipeline
         self.group = mesh.group("pp")
         self.ranks = mesh.layout.group("pp", mesh.rank)
+        self.caches = _Caches(pipeline)
         self.stages = {stage: StageForward(model, pipeline, stage) for stage in pipeline.here}
 
     def __call__(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -88,11 +91,15 @@ class _Chain:
         output: Any = None
         error: Exception | None = None
         passed: list[Tensor] = []
+        caches = self.caches
+        caches.begin(kwargs)
         for number, stage in self.stages.items():
             received, error = self._receive(number, passed, error)
             if error is None:
                 try:
-                    output, passed = self._run(stage, forward, received, kwargs)
+                    call = caches.shown_to(number, kwargs)
+                    output, passed = self._run(stage, forward, received, call)
+                    caches.note(number, output)
                 except Exception as caught:  # noqa: BLE001 (raised after all stages know)
                     error = caught
             self._send(number, passed, error)
@@ -171,11 +178,67 @@ class _Chain:
         tensors = [tensor.contiguous() for tensor in tensors]
         for tensor in tensors:
             dist.broadcast(tensor, src=source, group=self.group)
-        if is_source:
-            return output
         fields = {name: _put_together(value, tensors) for name, value in handed.rest.items()}
-        caches = {name: value for name, value in output.items() if name in _CACHES}
+        caches = {name: self.caches.main for name in output if name in _CACHES}
         return type(output)(**fields, **caches)
+
+
+class _Caches:
+    """The key-value cache as each of a rank's stages sees it.
+
+    A stage's run lets a cache hear of the tokens of all layers. A rank with several stages would
+    count them several times, so each stage but its first has a cache of its own, in which only its
+    own layers are those of the caller's.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.main: Any = None
+        self._others: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+
+    def begin(self, kwargs: Mapping[str, Any]) -> None:
+        """Take the cache of a call's arguments; None if the model is to make one."""
+        given = (kwargs.get(name) for name in _CACHES)
+        self.main = next((cache for cache in given if cache is not None), None)
+        if self.main is not None and self.main not in self._others:
+            self._add_layers(self.main)
+            later = self.pipeline.here[1:]
+            self._others[self.main] = {stage: copy.deepcopy(self.main) for stage in later}
+            for stage, other in self._others[self.main].items():
+                self._share(stage, self.main, other)
+
+    def shown_to(self, stage: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a stage's run."""
+        call = {name: value for name, value in kwargs.items() if name not in _CACHES}
+        names = [name for name in _CACHES if kwargs.get(name) is not None]
+        cache = self.main
+        if names and stage != self.pipeline.here[0]:
+            cache = self._others[self.main][stage]
+        return {**call, **dict.fromkeys(names, cache)}
+
+    def note(self, stage: int, output: Any) -> None:
+        """Keep the caches that the model made itself."""
+        made = next((value for name, value in output.items() if name in _CACHES), None)
+        if made is None or self.main is made:
+            return
+        if stage == self.pipeline.here[0]:
+            self.main = made
+            self._add_layers(made)
+            self._others[made] = {}
+        elif stage not in self._others[self.main]:
+            self._others[self.main][stage] = made
+            self._share(stage, made, self.main)
+
+    def _add_layers(self, cache: Any) -> None:
+        """A cache without a config has a layer only from its first tokens on."""
+        more = getattr(cache, "layer_class_to_replicate", None)
+        if more is not None and len(self.pipeline.here) > 1:
+            cache.layers.extend(more() for _ in range(len(cache.layers), self.pipeline.parts.count))
+
+    def _share(self, stage: int, source: Any, target: Any) -> None:
+        """Let `target` have the layers of a stage from `source`."""
+        for layer in self.pipeline.stages.ranges[stage]:
+            target.layers[layer] = source.layers[layer]
 
 
 def _told(error: Exception | None) -> str | None:
