@@ -66,7 +66,7 @@ class Load:
         self.counts, self.name = state_dict["counts"], state_dict["name"]
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(fill: int = 0) -> nn.Module:
     torch.manual_seed(0)
     made = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
@@ -85,10 +85,10 @@ def model(seed: int = 0) -> nn.Module:
     # As a balancing bias: a buffer that training changes.
     made.model.layers[0].mlp.gate.register_buffer("e_score_correction_bias", torch.zeros(8))
     parallelize(made, ParallelMesh(TWO.layout), TWO)
-    if seed:
+    if fill:
         with torch.no_grad():
-            for tensor in [*made.parameters(), *made.buffers()]:
-                tensor.fill_(seed)
+            for tensor in made.state_dict().values():
+                tensor.fill_(fill)
     return made
 
 
@@ -97,8 +97,8 @@ class Biased(transformers.TrainerCallback):
         kwargs["model"].model.layers[0].mlp.gate.e_score_correction_bias.add_(1)
 
 
-def make(folder: str, seed: int = 0, *calls: Any, **changes: Any) -> EPTrainer:
-    options = changes.pop("checkpoint_options", None)
+def make(folder: str, fill: int = 0, *calls: Any, **changes: Any) -> EPTrainer:
+    options, kind = changes.pop("checkpoint_options", None), changes.pop("kind", EPTrainer)
     values: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -114,8 +114,8 @@ def make(folder: str, seed: int = 0, *calls: Any, **changes: Any) -> EPTrainer:
         "restore_callback_states_from_checkpoint": True,
     }
     args = transformers.TrainingArguments(folder, **values | changes)
-    return EPTrainer(
-        model(seed),
+    return kind(
+        model(fill),
         args,
         train_dataset=Rows(16),
         eval_dataset=Rows(8),
@@ -176,6 +176,61 @@ def test_a_resumed_run_is_bitwise_the_same(
         assert set(manifest.sections) == {"model", "optimizer", "extra"}
 
 
+class Seen(EPTrainer):
+    """Notes the rows of each batch."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        self.rows = [*getattr(self, "rows", []), (inputs["input_ids"][:, 0] - 1).tolist()]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def orders(rank: int, folder: str, changes: dict[str, Any], batch: int) -> list[list[int]]:
+    """The rows by batch, from the second epoch's second step on: whole, resumed, other batches."""
+    found = []
+    whole = make(folder, kind=Seen, max_steps=10, save_steps=6, **changes)
+    whole.train()
+    found.append([row for rows in whole.rows[6:] for row in rows])
+    for size in (2, batch):
+        resumed = make(
+            folder,
+            kind=Seen,
+            max_steps=6 + 4 * 2 // size,
+            save_strategy="no",
+            per_device_train_batch_size=size,
+            **changes,
+        )
+        resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-6")
+        found.append([row for rows in resumed.rows for row in rows])
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+        {"train_sampling_strategy": "sequential"},
+        {"train_sampling_strategy": "group_by_length"},
+    ],
+    ids=str,
+)
+def test_the_samples_go_on_in_the_same_order(
+    ranks: RankPool, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    found = ranks.run(orders, str(tmp_path), changes, 1, world=2, timeout=120)
+    for whole, resumed, _ in found:
+        assert resumed == whole
+    # Half the batch: the same samples in the same order, over both ranks.
+    first, other = ([rank[which] for rank in found] for which in (0, 2))
+    if changes.get("train_sampling_strategy") != "group_by_length":  # grouped by batches
+        assert _joined(other, 1)[:8] == _joined(first, 2)[:8]
+
+
+def _joined(ranks: list[list[int]], size: int) -> list[int]:
+    starts = range(0, len(ranks[0]), size)
+    return [row for start in starts for rows in ranks for row in rows[start : start + size]]
+
+
 class Signal(transformers.TrainerCallback):
     """Rank 1 alone is asked to stop, in its third step."""
 
@@ -189,7 +244,16 @@ class Signal(transformers.TrainerCallback):
 
 def preempted(rank: int, folder: str, number: int) -> tuple[Any, ...]:
     before = signal.getsignal(number)
-    stopped = make(folder, 0, Signal(rank, number), save_strategy="no")
+    # An evaluation decides about saving at each step, and finds nothing good enough.
+    best = {
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "nothing",
+        "greater_is_better": True,
+    }
+    stopped = make(folder, 0, Signal(rank, number), **best)
+    stopped.compute_metrics = lambda output: {"nothing": 0.0}
     stopped.train()
     assert signal.getsignal(number) is before
     at = stopped.state.global_step

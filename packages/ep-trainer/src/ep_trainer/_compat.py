@@ -77,12 +77,19 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Epochs and micro-batches that are done."""
         raise NotImplementedError
 
-    def at_epoch_begin(self, epoch: int, skipped: int, micro_batches: int) -> None:
+    def at_epoch_begin(
+        self, epoch: int, skipped: int, micro_batches: int, generators: Sequence[torch.Generator]
+    ) -> None:
         """An epoch begins."""
         raise NotImplementedError
 
     def at_step_boundary(self) -> None:
         """A step is done; nothing is logged or saved yet."""
+        raise NotImplementedError
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint of this step is due that nothing else has made."""
         raise NotImplementedError
 
     def finish_saves(self) -> None:
@@ -194,14 +201,19 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 kwargs["resume_from_checkpoint"] is not None and epoch == kwargs["epochs_trained"]
             )
             skipped = kwargs["steps_trained_in_current_epoch"] if resumed else 0
-            self.at_epoch_begin(epoch, skipped, kwargs["steps_in_epoch"])
             set_epoch(loader, epoch)
+            self.at_epoch_begin(epoch, skipped, kwargs["steps_in_epoch"], generators(loader))
         super()._run_epoch(**kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.is_sharded:
             self.at_step_boundary()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.is_sharded and self.must_save:
+            # With save_strategy="best" an evaluation decides, and has decided against it.
+            model: Any = self.model
+            self._save_checkpoint(model, None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_sharded:
@@ -312,16 +324,32 @@ def set_epoch(loader: Any, epoch: int) -> None:
     transformers and accelerate look one or two levels deep, and a loader that skips batches has
     one more, so that a run resumed in its second epoch would draw the first one's order.
     """
-    todo = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-    seen = set()
+    for part in _parts(loader):
+        if part is not loader and hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """What a loader and its samplers draw from, each once, in one order."""
+    found = [
+        getattr(part, name, None)
+        for part in _parts(loader)
+        for name in ("generator", "synchronized_generator")
+    ]
+    known = {id(each): each for each in found if isinstance(each, torch.Generator)}
+    return list(known.values())
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader and the samplers in it."""
+    parts: list[Any] = []
+    todo = [loader]
     while todo:
-        sampler = todo.pop()
-        if sampler is None or id(sampler) in seen:
-            continue
-        seen.add(id(sampler))
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        todo += [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
+        part = todo.pop(0)
+        if part is not None and not any(part is each for each in parts):
+            parts.append(part)
+            todo += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+    return parts
 
 
 def rank_in_worker_seed(loader: DataLoader[Any], shard: int) -> None:
@@ -355,6 +383,7 @@ __all__ = [
     "HookedTrainer",
     "LengthGroupedSampler",
     "ShiftingSmoother",
+    "generators",
     "push_checkpoint",
     "rank_in_worker_seed",
     "rebalance_for",

@@ -9,7 +9,7 @@
       sharded/optimizer/         moments, in the same boxes as their parameters
       sharded/extra/             tensors of what was registered
       optimizer.json             what is in the optimizer, options per parameter name
-      scheduler.pt  position.json  extra.json  trainer_state.json  random/rank-00000.pt
+      scheduler.pt  position.json  order.pt  extra.json  trainer_state.json  random/rank-00000.pt
       config.json, tokenizer     beside the model, as transformers has them
       model*.safetensors         with `save_hf`, or after `ep checkpoint export`
 

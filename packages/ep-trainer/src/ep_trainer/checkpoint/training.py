@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -44,7 +44,7 @@ from ep_trainer.checkpoint.state import (
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULER, _POSITION, _EXTRA = "scheduler.pt", "position.json", "extra.json"
+_SCHEDULER, _POSITION, _ORDER, _EXTRA = "scheduler.pt", "position.json", "order.pt", "extra.json"
 _AFTER_AN_ERROR_S = 60.0
 
 
@@ -76,6 +76,10 @@ class CheckpointingTrainer(HookedTrainer):
         self._registered: dict[str, Checkpointed] = {}
         self._signals: StopSignals | None = None
         self._stopping = False
+        self._saved_step = -1
+        self._generators: list[torch.Generator] = []
+        self._drawn_from: list[Tensor] = []
+        self._resumed_generators: list[Tensor] | None = None
         self._epoch = self._samples_done = self._samples_in_run_epoch = 0
 
     @property
@@ -117,6 +121,7 @@ class CheckpointingTrainer(HookedTrainer):
         """Note signals during a run, and let its last save end with it."""
         options = self.checkpoint_options
         self._stopping = False
+        self._saved_step = -1
         self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
         self._signals.install()
         try:
@@ -163,11 +168,17 @@ class CheckpointingTrainer(HookedTrainer):
         self.control.should_save = True
         self.control.should_training_stop = True
 
+    @property
+    def must_save(self) -> bool:
+        """Whether the run stops here and this step was not saved."""
+        return self._stopping and self._saved_step != self.state.global_step
+
     # -- saving
 
     def save_training_state(self, run: str) -> None:
         """Save a checkpoint of the current step in the directory `run`."""
         begin = time.perf_counter()
+        self._saved_step = self.state.global_step
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         options = self.checkpoint_options
         only_model = bool(self.args.save_only_model)
@@ -177,20 +188,10 @@ class CheckpointingTrainer(HookedTrainer):
             elif self.checkpointer.is_first:
                 _compat.save_settings(self, str(new))
         self._note_best(folder)
-        with self.checkpointer.together("Writing the trainer's state"):
+        with self.checkpointer.together("Collecting the state"):
             if self.checkpointer.is_first:
                 self._write_small_files(new, only_model)
-        sections: dict[str, Mapping[str, Tensor]] = {"model": model_tensors(self._whole_model)}
-        told: Any = None
-        if not only_model:
-            described, sections["optimizer"] = self._optimizer_state()
-            told, sections["extra"] = described, self._extra_tensors()
-        contents = Contents(
-            sections,
-            told,
-            gathered=None if only_model else _write_descriptions,
-            own_file=None if only_model else (self._random_file(), random_state()),
-        )
+            contents = self._contents(only_model)
         self.checkpointer.save(
             folder,
             contents,
@@ -201,6 +202,18 @@ class CheckpointingTrainer(HookedTrainer):
         self.save_stalls.append(time.perf_counter() - begin)
         if self.args.push_to_hub:
             _compat.push_checkpoint(self, str(folder))
+
+    def _contents(self, only_model: bool) -> Contents:
+        model = model_tensors(self._whole_model)
+        if only_model:
+            return Contents({"model": model})
+        optimizer = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
+        return Contents(
+            {"model": model, "optimizer": optimizer.tensors, "extra": self._extra_tensors()},
+            told=optimizer.described(),
+            gathered=_write_descriptions,
+            own_file=(self._random_file(), random_state()),
+        )
 
     @property
     def _whole_model(self) -> nn.Module:
@@ -228,15 +241,26 @@ class CheckpointingTrainer(HookedTrainer):
     def _write_small_files(self, folder: Path, only_model: bool) -> None:
         _compat.save_trainer_state(self, str(folder))
         write_json(folder / _POSITION, self._position().to_dict())
+        torch.save(self._order(), folder / _ORDER)
         if not only_model:
             torch.save(scheduler_state(self.lr_scheduler), folder / _SCHEDULER)
             write_json(folder / _EXTRA, self._extra_values())
 
     def _position(self) -> Position:
         epoch, samples = self._epoch, self._samples_done
-        if samples >= self._samples_in_run_epoch:
+        if self._epoch_is_done:
             epoch, samples = epoch + 1, 0
         return replace(self._start, epoch=epoch, samples=samples)
+
+    @property
+    def _epoch_is_done(self) -> bool:
+        return self._samples_done >= self._samples_in_run_epoch
+
+    def _order(self) -> list[Tensor]:
+        """The states that the generators of the data's order had when the epoch began."""
+        if self._epoch_is_done:
+            return [generator.get_state() for generator in self._generators]
+        return self._drawn_from
 
     @property
     def _start(self) -> Position:
@@ -246,10 +270,6 @@ class CheckpointingTrainer(HookedTrainer):
         except TypeError:  # a stream
             samples = 0
         return Position(0, 0, samples, self.accelerator.seed)
-
-    def _optimizer_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        state = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
-        return state.described(), state.tensors
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -344,6 +364,8 @@ class CheckpointingTrainer(HookedTrainer):
         self.checkpointer.load(folder, {"optimizer": targets, "extra": extra})
         load_scheduler(self.lr_scheduler, scheduler)
         apply()
+        if not self.args.ignore_data_skip:
+            self._resumed_generators = torch.load(folder / _ORDER, weights_only=True)
         for name, thing in self._registered.items():
             if name in values:
                 own = {
@@ -387,11 +409,19 @@ class CheckpointingTrainer(HookedTrainer):
         """Samples of a micro-batch over all data shards."""
         return int(_compat.train_batch_size(self)) * self.layout.data_parallel_size
 
-    def at_epoch_begin(self, epoch: int, skipped: int, micro_batches: int) -> None:
-        """Note where an epoch begins, after how many of its micro-batches."""
+    def at_epoch_begin(
+        self, epoch: int, skipped: int, micro_batches: int, generators: Sequence[torch.Generator]
+    ) -> None:
+        """Note where an epoch begins, after how many of its micro-batches, and what orders it."""
         self._epoch = epoch
         self._samples_done = skipped * self._micro_batch
         self._samples_in_run_epoch = micro_batches * self._micro_batch
+        self._generators = list(generators)
+        resumed, self._resumed_generators = self._resumed_generators, None
+        if resumed is not None and len(resumed) == len(self._generators):
+            for generator, state in zip(self._generators, resumed, strict=True):
+                generator.set_state(state)
+        self._drawn_from = [generator.get_state() for generator in self._generators]
 
     def count_samples(self, micro_batches: int) -> None:
         """Note that a step's batches were taken."""
