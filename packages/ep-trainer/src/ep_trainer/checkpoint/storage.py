@@ -246,21 +246,20 @@ class SafetensorsReader(StorageReader):
         self.read_metadata()
         for name, size in self.files.items():
             path = self.path / name
-            keys = sorted(i.fqn for i, stored in self._chunks.items() if stored.file == name)
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing; it holds {keys[0]}.")
+                raise CheckpointError(f"{path} is missing; it holds {self._key_at(name, 0)}.")
             found = path.stat().st_size
             if found != size:
-                key = self._key_at(name, found, keys[0])
+                key = self._key_at(name, found)
                 raise CheckpointError(
                     f"{path} has {found} bytes, {size} were written: it is damaged from {key} on."
                 )
 
-    def _key_at(self, name: str, position: int, default: str) -> str:
-        for index, stored in self._chunks.items():
-            if stored.file == name and stored.begin <= position < stored.begin + stored.nbytes:
-                return index.fqn
-        return default
+    def _key_at(self, name: str, position: int) -> str:
+        """The tensor of a file that the position is in or before."""
+        held = sorted((s.begin, i.fqn) for i, s in self._chunks.items() if s.file == name)
+        before = [key for begin, key in held if begin <= position]
+        return before[-1] if before else held[0][1]
 
     def check_values(self, part: int = 0, parts: int = 1) -> None:
         """Read every `parts`-th chunk and compare checksums.
