@@ -419,11 +419,6 @@ def test_the_wrong_number_of_processes_is_told(ranks: RankPool, qwen: Path) -> N
     assert "8" in told
 
 
-def test_pipeline_stages_are_refused_before_anything_is_read(ranks: RankPool) -> None:
-    for told in ranks.run(failure, "nowhere", {"pp_size": 4, "ep_size": 2, "fsdp_size": 2}):
-        assert told.startswith("ValueError: pp_size=4: pipeline stages are not in this release")
-
-
 def test_other_auto_classes(ranks: RankPool, qwen: Path) -> None:
     def load(rank: int) -> list[str]:
         names = []

@@ -12,13 +12,13 @@ import torch
 import transformers
 from dispatching import name_of
 from equality import relative_error
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from ep_mesh import DistributedConfig
-from ep_plans import parallel_state
+from ep_plans import full_tensor, parallel_state
 from ep_testing import RankPool
-from expert_parallel import AutoModelForCausalLM, parallelize
+from expert_parallel import AutoModelForCausalLM, initialize, load_report, parallelize
 
 FOUR = {"num_hidden_layers": 4}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -48,7 +48,7 @@ MIXED = LAYOUTS[8]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every model in one layout and one model in every layout; with `--all-layouts` everything."""
-    if "layout" not in metafunc.fixturenames:
+    if not {"model", "layout"} <= {*metafunc.fixturenames}:
         return
     whole = metafunc.config.getoption("--all-layouts")
     cases = [
@@ -179,3 +179,117 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         found.update(load_file(file))
     return found
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pp_size": 2, "pp_stages": [1, 3]}, {"pp_size": 4}], ids=name_of
+)
+def test_the_auxiliary_loss_is_that_of_all_layers(ranks: RankPool, layout: dict[str, Any]) -> None:
+    """Also with a stage whose layers are all dense."""
+    changes = {"output_router_logits": True}
+    told = ranks.run(forward, "alternating", layout, {}, changes, world=world(layout))
+    with torch.no_grad():
+        expected = build("alternating", **changes)(**batch(0))
+    for _, output in told:
+        assert len(output["router_logits"]) == len(expected.router_logits)
+        for name in ("loss", "aux_loss", "logits"):
+            assert relative_error(output[name], expected[name]) < 1e-5, name
+
+
+def fail_and_go_on(rank: int) -> tuple[str, str, float]:
+    config = DistributedConfig(pp_size=4)
+    model = parallelize(build("qwen3_moe"), config)
+    wrong = torch.tensor([[5, 96]])  # one token more than there are: only the first stage sees it
+    with pytest.raises(Exception, match="index out of range") as caught, torch.no_grad():
+        model(input_ids=wrong)
+    with pytest.raises(RuntimeError, match="EPTrainer"):
+        model.train()(**batch(0))
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        model(**batch(0), output_hidden_states=True)
+    with torch.no_grad():
+        as_tuple = model.eval()(**batch(0), return_dict=False)
+    return type(caught.value).__name__, "", float(as_tuple[0])
+
+
+def test_an_error_of_one_stage_is_told_on_all(ranks: RankPool) -> None:
+    told = ranks.run(fail_and_go_on, world=4)
+    assert [name for name, _, _ in told] == ["IndexError"] + ["OtherStageError"] * 3
+    with torch.no_grad():
+        expected = build("qwen3_moe")(**batch(0)).loss
+    assert all(abs(loss - expected.item()) < 1e-9 for _, _, loss in told)
+
+
+def refused(rank: int, layout: dict[str, Any]) -> str:
+    model = build("qwen3_moe")
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the caller looks at the text)
+        parallelize(model, DistributedConfig(**layout))
+    assert names == [name for name, _ in model.named_modules()]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ({"pp_size": 4, "pp_schedule": "zero_bubble"}, "makes 8 pipeline stages"),
+        ({"pp_size": 4, "pp_stages": [1, 1, 1, 2]}, "has 5 layers together, but"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused_on_all_ranks(
+    ranks: RankPool, layout: dict[str, Any], reason: str
+) -> None:
+    for told in ranks.run(refused, layout, world=4):
+        assert reason in told
+
+
+def initial(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(CONFIGS[model]())
+    initialize(parallelize(made, DistributedConfig(**layout)), seed=3)
+    return {name: full_tensor(p.detach()) for name, p in made.named_parameters()}
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "tied"])
+def test_initial_values_do_not_depend_on_the_stages(ranks: RankPool, model: str) -> None:
+    (expected,) = ranks.run(initial, model, {}, world=1)
+    found: dict[str, torch.Tensor] = {}
+    for held in ranks.run(initial, model, {"pp_size": 2, "tp_size": 2}, world=4):
+        for name, value in held.items():
+            assert torch.equal(found.setdefault(name, value), value), name
+    assert found.keys() >= expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def report(rank: int, path: str) -> dict[str, Any]:
+    _, told = AutoModelForCausalLM.from_pretrained(
+        path, distributed_config={"pp_size": 2}, output_loading_info=True
+    )
+    return told
+
+
+def test_every_stage_tells_what_is_missing_and_unexpected(ranks: RankPool, tmp_path: Path) -> None:
+    path = Path(save(tmp_path, "qwen3_moe"))
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    missing = "model.layers.3.self_attn.q_proj.weight"
+    tensors["model.layers.0.nothing.weight"] = tensors.pop(missing)
+    save_file(tensors, file, metadata={"format": "pt"})
+    for told in ranks.run(report, str(path), world=2):
+        assert set(told["missing_keys"]) == {missing}
+        assert set(told["unexpected_keys"]) == {"model.layers.0.nothing.weight"}
+
+
+def bytes_read(rank: int, path: str) -> int:
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config={"pp_size": 2})
+    told = load_report(model)
+    assert told is not None
+    assert told.bytes_read == sum(p.numel() * p.element_size() for p in model.parameters())
+    return told.bytes_read
+
+
+def test_a_stage_reads_its_own_tensors(ranks: RankPool, tmp_path: Path) -> None:
+    path = save(tmp_path, "qwen3_moe")
+    whole = sum(
+        p.numel() * p.element_size() for p in build("qwen3_moe", torch.float32).parameters()
+    )
+    assert sum(ranks.run(bytes_read, path, world=2)) == whole

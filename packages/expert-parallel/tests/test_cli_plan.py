@@ -171,10 +171,19 @@ def test_experts_that_do_not_divide(ep, small, dispatch):
     assert "rank         0" in text, "the layout itself is sound, so it is drawn"
 
 
-def test_pipeline_stages_are_refused_before_anything_is_started(ep, small):
+def test_pipeline_stages_are_shown(ep, small):
     code, text = ep("plan", small, "--pp", "2", "--tp", "2", "--ep", "2")
+    assert code == 0
+    assert "stage 0: layers 0 to 0, embedding; ranks 0 to 1" in text
+    assert "stage 1: layers 1 to 1, head; ranks 2 to 3" in text
+    assert re.search(r"q_proj +1 +colwise", text), "what a rank holds is one stage's"
+    assert re.search(r"pp +hidden states and gradients +0\.[1-9]", text)
+
+
+def test_more_stages_than_layers(ep, small):
+    code, text = ep("plan", small, "--pp", "4", "--ep", "1")
     assert code == 1
-    assert "broken rule: pp_size=2: pipeline stages are not in this release" in text
+    assert "makes 4 pipeline stages" in text
     assert text.count("broken rule") == 1
 
 

@@ -17,13 +17,14 @@ from rich.table import Table
 from torch import nn
 
 from ep_mesh import DistributedConfig, Layout
-from ep_plans import ParameterSharding, Plans, num_experts_of, plan_parameters, resolve_plans
+from ep_plans import ParameterSharding, Plans, num_experts_of, plan_stages, resolve_plans
 from ep_plans.patterns import rule_for, wildcard
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.models import build_on_meta, read_config
-from expert_parallel.cli.traffic import step_traffic
+from expert_parallel.cli.stages import Held, heaviest_part, show_stages, stage_traffic
+from expert_parallel.cli.traffic import Traffic, step_traffic
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -148,6 +149,8 @@ def broken_rules(model: nn.Module, fields: dict[str, Any], processes: int | None
             if processes is not None and not changes:
                 config.layout.check_world_size(processes)
             resolve_plans(model, config)
+            if config.pp_size > 1:
+                plan_stages(model, config)
         except ValueError as error:
             text = " ".join(str(error).split())
             if text not in found:
@@ -197,8 +200,13 @@ def show_layout(out: Console, model: nn.Module, config: DistributedConfig) -> No
 def show_plan(out: Console, model: nn.Module, config: DistributedConfig, itemsize: int) -> None:
     """Print the plan that applies, and what each rank holds."""
     layout = config.layout
-    plans = resolve_plans(model, config)
-    shardings = plan_parameters(model, plans, config)
+    show_stages(out, model, config)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    model, plans, shardings = heaviest_part(
+        model, config, lambda held: max(rank_totals(held[0], held[2], layout))
+    )
+    if config.pp_size > 1:
+        out.print("What the ranks of the heaviest stages hold:\n")
     table = Table(box=None, pad_edge=False)
     table.add_column("module or parameter", overflow="fold")
     table.add_column("n", justify="right")
@@ -225,7 +233,7 @@ def show_plan(out: Console, model: nn.Module, config: DistributedConfig, itemsiz
     # AdamW keeps two states per element, in the parameter's dtype.
     weights, rest = held[1] * itemsize / 2**30, 3 * held[1] * itemsize / 2**30
     out.print(
-        f"\nA rank holds {held[1] / total:.1%} of {total / 1e9:.3g} B parameters: {weights:.2f} GiB "
+        f"\nA rank holds {held[1] / whole:.1%} of {whole / 1e9:.3g} B parameters: {weights:.2f} GiB "
         f"of weights, and in training {rest:.2f} GiB of gradients and AdamW states "
         f"({itemsize} bytes each). Activations and gathered weights come on top.",
         soft_wrap=True,
@@ -242,17 +250,15 @@ def show_traffic(
     sequence_length: int,
 ) -> None:
     """Print what a rank sends in a training step."""
-    plans = resolve_plans(model, config)
-    shardings = plan_parameters(model, plans, config)
+    tokens = batch_size * sequence_length
+
+    def sent(held: Held) -> list[Traffic]:
+        return step_traffic(*held, config, tokens=tokens, itemsize=itemsize)
+
     try:
-        found = step_traffic(
-            model,
-            plans,
-            shardings,
-            config,
-            tokens=batch_size * sequence_length,
-            itemsize=itemsize,
-        )
+        busiest = heaviest_part(model, config, lambda held: sum(each.sent for each in sent(held)))
+        found = sent(busiest)
+        found += stage_traffic(model, config, tokens=tokens, itemsize=itemsize)
     except ValueError as error:
         out.print(f"\nThe traffic can't be computed: {error}", markup=False, soft_wrap=True)
         return

@@ -25,7 +25,7 @@ from ep_plans import ParameterSharding, Plans, num_experts_of
 from ep_plans.sequence import moved_by_slices
 from ep_plans.styles import FSDP_STYLES, STYLES
 
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _SLOTS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -103,7 +103,7 @@ def _activations(
     if config.tp_size == config.ep_size == 1:
         return sent
     layout, modules = config.layout, dict(model.named_modules())
-    hidden = number_of(model, _HIDDEN, "the hidden size")
+    hidden = number_of(model, HIDDEN, "the hidden size")
     slots = number_of(model, _SLOTS, "the experts per token") if plans.experts else 0
 
     def add(axis: str, reduced: float, gathered: float) -> None:
