@@ -59,7 +59,7 @@ def find_parts(model: nn.Module) -> StageParts:
     embedding, head = _embeddings(model)
     modules = dict(model.named_modules())
     names = {module: found for found, module in modules.items()}
-    if embedding is None or embedding not in names:
+    if not isinstance(embedding, nn.Embedding) or embedding not in names:
         raise refuse("it has no token embedding.")
     owner_name = names[embedding].rpartition(".")[0]
     owner = modules[owner_name]

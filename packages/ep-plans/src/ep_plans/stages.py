@@ -203,7 +203,7 @@ class TiedWeight(Passthrough):
         super().__init__(replaced)
         self.weight = replaced.weight
         shell = copy.copy(replaced)
-        shell._parameters = {}
+        shell._parameters = dict.fromkeys(replaced._parameters)
         vars(self)["shell"] = shell  # not a child
 
 

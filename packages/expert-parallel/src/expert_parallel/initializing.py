@@ -156,7 +156,7 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
         if kind is module:
             module._parameters.update(missing)
         else:
-            kind._parameters.clear()
+            kind._parameters.update(dict.fromkeys(missing))
     return list(missing.values())
 
 
