@@ -6,6 +6,8 @@
 | `_fully_shard._fsdp_common` mesh infos | one FSDP group whose parameters lie on two meshes | 2.13 |
 | `DTensor._op_dispatcher._custom_op_handlers`, `_NormPartial` | torch's own `clip_grad_norm_` over \
 several meshes | 2.13 |
+| `FSDPModule._get_fsdp_state`, `FSDPState._lazy_init`, `._root_post_backward_final_callback`, `FSDPParamGroup.post_backward` \
+| gradients of several backwards reduced at once, without a backward, as torch's pipeline stages do | 2.13 |
 | `PreTrainedModel._tp_plan`, `._ep_plan`, `._fsdp_plan` | the plans that a class brings; what `model.tp_plan` reads | transformers 5.17, 5.24 |
 | `PreTrainedModel._keep_in_fp32_modules`, `._keep_in_fp32_modules_strict` | what a model wants in float32 | transformers 5.17, 5.24 |
 | `_is_expert_parallel` on experts | released experts code masks skipped ids only where it is set | transformers 5.17, 5.24 |
@@ -25,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
     "StridedShard",
     "class_plan",
+    "deferred_gradients",
     "has_per_parameter_mesh",
     "join_norms_over_meshes",
     "kept_in_float32",
@@ -195,3 +199,65 @@ def _multiply_each(tensors: Sequence[Tensor], other: Tensor) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def deferred_gradients(
+    model: nn.Module, *, reduce: bool, each: bool, keep_gathered: bool
+) -> Iterator[None]:
+    """Hold back the gradient reduction of all FSDP2 modules of `model` inside, and do it at the end.
+
+    Args:
+        model: any, with FSDP2 modules or without.
+        reduce: at the end; False leaves the gradients on the rank, whole.
+        each: reduce at every backward instead.
+        keep_gathered: keep parameters gathered from their first forward to the end.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        # From the outside in, while all modules are in their places: a stage's forward sees its own.
+        module._get_fsdp_state()._lazy_init()
+    before = [_resharding(module) for module in modules] if keep_gathered else []
+    for module in modules:
+        module.set_requires_gradient_sync(each and reduce, recurse=False)
+        module.set_is_last_backward(each)
+        if keep_gathered:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_is_last_backward(True)
+            module.set_reshard_after_backward(True, recurse=False)
+        for module, after_forward in zip(modules, before, strict=False):
+            _set_resharding(module, after_forward)
+    if each:
+        return
+    states: list[Any] = list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+    if not reduce:
+        for module in modules:
+            module.reshard()
+        return
+    for state in states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    for state in states:
+        if state._is_root:
+            state._root_post_backward_final_callback()
+
+
+def _resharding(module: FSDPModule) -> tuple[bool | None, list[Any]]:
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups
+    return state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups]
+
+
+def _set_resharding(module: FSDPModule, before: tuple[bool | None, list[Any]]) -> None:
+    state: Any = module._get_fsdp_state()
+    state._auto_reshard_after_forward, infos = before
+    for group, info in zip(state._fsdp_param_groups, infos, strict=True):
+        # A root that chose by itself gathers once for forward and backward.
+        automatic = state._is_root and state._auto_reshard_after_forward
+        group.post_forward_mesh_info = None if automatic else info

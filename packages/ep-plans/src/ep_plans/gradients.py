@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+_SHARE = "_ep_share_of_stages"
+
 
 def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, the same on every rank.
@@ -25,13 +27,17 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
     Cost: one all-reduce of a scalar over the world.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    holders = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in holders if p.grad is not None]
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     world = dist.get_world_size() if dist.is_initialized() else 1
     first = _local(parameters[0]) if parameters else torch.zeros(())
-    parts = [_local_power(grad, norm_type, world).to(first.device) for grad in grads]
+    parts = [
+        (_local_power(grad, norm_type, world, _share(p))).to(first.device)
+        for p, grad in zip(holders, grads, strict=True)
+    ]
     # In float64, so that squares of very large and very small norms stay in range.
     total = torch.stack([torch.zeros((), dtype=torch.float64, device=first.device), *parts])
     if math.isinf(norm_type):
@@ -84,6 +90,15 @@ def clip_grad_norm_(
     return norm
 
 
+def set_holders(parameter: Tensor, count: int, *, of: int) -> None:
+    """Say that `count` of the `of` stages of a pipeline hold this parameter; without it, all do."""
+    setattr(parameter, _SHARE, count / of)
+
+
+def _share(parameter: Tensor) -> float:
+    return getattr(parameter, _SHARE, 1.0)
+
+
 def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
@@ -103,7 +118,7 @@ def _copies(grad: Tensor, world: int) -> float:
     return world / parts
 
 
-def _local_power(grad: Tensor, norm_type: float, world: int) -> Tensor:
+def _local_power(grad: Tensor, norm_type: float, world: int, share: float) -> Tensor:
     """This rank's share of the sum of |g|^p (or its maximum), in float64."""
     values = _local(grad)
     if math.isinf(norm_type):
@@ -111,7 +126,7 @@ def _local_power(grad: Tensor, norm_type: float, world: int) -> Tensor:
         return most.to(torch.float64)
     wide = torch.promote_types(values.dtype, torch.float32)
     norm = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(torch.float64)
-    power: Tensor = norm.pow(norm_type) / _copies(grad, world)
+    power: Tensor = norm.pow(norm_type) / (_copies(grad, world) * share)
     return power
 
 

@@ -3,6 +3,7 @@
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
 from ep_trainer.meters import ExpertLoad, Memory, Meter, Speed
+from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.trainer import EPTrainer
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "LayoutAccelerator",
     "Memory",
     "Meter",
+    "PipelineRunner",
     "Speed",
 ]

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 Batch = Mapping[str, Any]
 
@@ -384,6 +385,7 @@ __all__ = [
     "LengthGroupedSampler",
     "ShiftingSmoother",
     "generators",
+    "maybe_install_capturing_hooks",
     "push_checkpoint",
     "rank_in_worker_seed",
     "rebalance_for",

@@ -37,9 +37,9 @@ def load_sums(
     """
     device = router_logits_TE[0].device
     num_experts = router_logits_TE[0].shape[-1]
-    choices = torch.zeros(num_experts, device=device)
-    probabilities = torch.zeros(num_experts, device=device)
-    tokens = torch.zeros((), device=device)
+    choices = torch.zeros(num_experts, dtype=torch.float32, device=device)
+    probabilities = torch.zeros(num_experts, dtype=torch.float32, device=device)
+    tokens = torch.zeros((), dtype=torch.float32, device=device)
     for logits_TE in router_logits_TE:
         weights_TE = logits_TE.to(device).softmax(-1)
         mask_T = (
@@ -73,8 +73,16 @@ def global_balancing_loss(
     if shards > 1:
         dist.all_reduce(sums, group=group)
     choices_all, probabilities_all, tokens_all = sums.split([len(choices), len(choices), 1])
+    tokens_all = tokens_all.clamp(min=1)
     own = shards * (probabilities - probabilities.detach())
     return balancing_loss(choices_all, probabilities_all + own, tokens_all.squeeze(0))
+
+
+def balancing_loss_of_shards(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same from one vector [2E + 1] of choices, probabilities and tokens, perhaps of no token."""
+    experts = (len(sums) - 1) // 2
+    choices, probabilities, tokens = sums.split([experts, experts, 1])
+    return global_balancing_loss(choices.detach(), probabilities, tokens.detach()[0], group)
 
 
 @dataclass

@@ -50,22 +50,25 @@ def without_fillers(batch: Batch, real: int) -> Batch:
 
 
 def check_shared(batch: Batch, mesh: ParallelMesh) -> None:
-    """Check that the ranks of each TP group hold the same batch.
+    """Check that the ranks of each TP group, and the stages of each pipeline, hold the same batch.
 
     Raises:
         ValueError: on every rank, if one of them doesn't.
 
-    Costs an all-gather of a few numbers over TP and an all-reduce of one over the world.
+    Costs an all-gather of a few numbers over TP and over pp, and an all-reduce of one over the world.
     """
     mine = _fingerprint(batch).to(mesh.device)
-    copies = [torch.empty_like(mine) for _ in range(mesh.size("tp"))]
-    dist.all_gather(copies, mine, group=mesh.group("tp"))
-    differs = torch.tensor(float(any(not torch.equal(mine, copy) for copy in copies)))
-    differs = differs.to(mesh.device)
+    differ = False
+    for axis in ("tp", "pp"):
+        copies = [torch.empty_like(mine) for _ in range(mesh.size(axis))]
+        dist.all_gather(copies, mine, group=mesh.group(axis))
+        differ = differ or any(not torch.equal(mine, copy) for copy in copies)
+    differs = torch.tensor(float(differ), device=mesh.device)
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     if differs.item():
         raise ValueError(
-            f"ranks of one TP group (tp_size={mesh.size('tp')}) got different batches, so they "
+            f"ranks of one TP group (tp_size={mesh.size('tp')}) or one pipeline "
+            f"(pp_size={mesh.size('pp')}) got different batches, so they "
             "would train on neither. A dataset or collator draws from a generator that differs "
             "between ranks, or splits the data by rank itself: seed it by the data shard "
             "(trainer.accelerator.data_shard), or give every rank the whole dataset."

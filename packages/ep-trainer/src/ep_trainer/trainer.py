@@ -32,6 +32,7 @@ from ep_trainer.checks import check_arguments, check_devices, check_model, check
 from ep_trainer.data import check_shared, count_labels, without_fillers
 from ep_trainer.meters import Meter
 from ep_trainer.optim import split_by_mesh
+from ep_trainer.pipeline import PipelineRunner
 
 RealRows = tuple[int, int] | None
 """Rows of a batch that are in the global batch, and rows of it in all; None: no row only fills up."""
@@ -70,6 +71,8 @@ class EPTrainer(CheckpointingTrainer):
         self._real_rows: RealRows = None
         self._balancing: BalancingLoss | None = None
         self._init_checkpoints(checkpoint_options)
+        self._runner: PipelineRunner | None = None
+        self._items_in_step: Any = None
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
@@ -126,7 +129,7 @@ class EPTrainer(CheckpointingTrainer):
 
     def get_tp_size(self) -> int:
         """Ranks that hold the same batch."""
-        return super().get_tp_size() if self.mesh is None else self.layout.tp
+        return super().get_tp_size() if self.mesh is None else self.layout.tp * self.layout.pp
 
     # -- data
 
@@ -198,8 +201,44 @@ class EPTrainer(CheckpointingTrainer):
             self._checked_batch = True
         self._real_rows = self._real_rows_of.get(id(inputs))
         self._measure(inputs)
+        if self.layout.pp > 1:
+            return self._pipeline_step(model, inputs, num_items_in_batch)
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
+
+    def _pipeline_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Forward and backward over the stages of a pipeline; the loss of the global batch."""
+        model.train()
+        set_optimizer_mode = getattr(self.optimizer, "train", None)
+        if callable(set_optimizer_mode):
+            set_optimizer_mode()
+        if self._runner is None:
+            assert self.model is not None
+            self._runner = PipelineRunner(
+                self.model,
+                compute_loss=self._micro_batch_loss,
+                balanced=self.label_smoother is None and self.compute_loss_func is None,
+                context=self.compute_loss_context_manager,
+            )
+        self._items_in_step = num_items_in_batch
+        return self._runner.step(
+            self._prepare_inputs(inputs),
+            num_items_in_batch=num_items_in_batch,
+            real_rows=None if self._real_rows is None else self._real_rows[0],
+            reduce=self.accelerator.sync_gradients,
+        )
+
+    def _micro_batch_loss(
+        self, model: nn.Module, inputs: dict[str, Any], _: Tensor | None, micro_batches: int
+    ) -> Tensor:
+        """This micro-batch's share of the shard's loss, which transformers would divide itself."""
+        items = self._items_in_step
+        loss: Any = super().compute_loss(model, inputs, num_items_in_batch=items)
+        counted = items is not None and self.model_accepts_loss_kwargs
+        scaled = counted or self.compute_loss_func is not None
+        parts = 1 if scaled else micro_batches * self.current_gradient_accumulation_steps
+        share: Tensor = loss / parts
+        return share
 
     def compute_loss(
         self,
@@ -311,7 +350,7 @@ class EPTrainer(CheckpointingTrainer):
         ids = self.real_part(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
         if isinstance(ids, Tensor):
             for meter in self._meters:
-                meter.count(ids.numel() / self.layout.tp)
+                meter.count(ids.numel() / self.get_tp_size())
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; every rank gets all predictions, each sample once, in the dataset's order."""

@@ -1,0 +1,145 @@
+"""The law of pipelines: a step over stages equals a step of one process on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from equality import MAX_NORM, by_mesh, relative_error
+from tiny_models import build, qwen3_moe
+from torch import Tensor, nn
+
+from ep_kernels import module_experts_forward
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans import clip_grad_norm_, full_tensor, parallelize
+from ep_trainer import PipelineRunner
+
+ROWS, LENGTH = 4, 6
+COEFFICIENT = 0.3
+
+
+def global_batch(
+    shards: int, *, length: int = LENGTH, seed: int = 1, **kinds: bool
+) -> dict[str, Tensor]:
+    """A batch of every data shard, `[shards * ROWS, length]`, shard by shard.
+
+    Labels are spread unevenly over the rows, one row has none. `padded`: masks and positions of rows
+    padded on either side; `packed`: positions that start again within a row.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = shards * ROWS
+    ids = torch.randint(3, 96, (rows, length), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : (3 * row) % (length + 1)] = -100
+    labels[1] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if kinds.get("padded"):
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            pad = row % 3
+            mask[row, :pad] = 0
+        batch["attention_mask"] = mask
+        batch["labels"] = labels.masked_fill(mask == 0, -100)
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    if kinds.get("packed"):
+        batch["position_ids"] = torch.cat(
+            [torch.arange(length // 2), torch.arange(length - length // 2)]
+        ).repeat(rows, 1)
+    return batch
+
+
+def rows_of(batch: Mapping[str, Tensor], shard: int) -> dict[str, Tensor]:
+    """The batch of a data shard."""
+    return {name: value[shard * ROWS : (shard + 1) * ROWS] for name, value in batch.items()}
+
+
+def reference(
+    model: nn.Module,
+    batches: list[dict[str, Tensor]],
+    shards: int,
+    micro_batches: int,
+    *,
+    aux: bool,
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], float]:
+    """One process on the whole batch; its auxiliary loss is the mean of those of global micro-batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    losses = []
+    for batch in batches:
+        items = batch["labels"][:, 1:].ne(-100).sum()
+        loss = model(**batch, use_cache=False, num_items_in_batch=items).loss
+        if aux:
+            size = ROWS // micro_batches
+            for index in range(micro_batches):
+                rows = [
+                    shard * ROWS + index * size + i for shard in range(shards) for i in range(size)
+                ]
+                part = {k: v[rows] for k, v in batch.items()}
+                own = model(**part, use_cache=False, output_router_logits=True).aux_loss
+                loss = loss + COEFFICIENT / micro_batches * own
+        loss.backward()
+        losses.append(loss.item())
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    return losses, grads, {n: p.detach().clone() for n, p in model.named_parameters()}, float(norm)
+
+
+def check_pipeline(
+    sizes: dict[str, Any],
+    *,
+    changes: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, bool] | None = None,
+    tolerance: float = 1e-10,
+    aux: bool = False,
+    checkpointing: bool = False,
+    lengths: tuple[int, ...] = (LENGTH,),
+    micro_batches: int = ROWS,
+    reduce_last: bool = False,
+    **options: Any,
+) -> dict[str, float]:
+    """On each rank: losses, gathered gradients, norm and a clipped AdamW step; the worst errors."""
+    settings = {"num_hidden_layers": 4, "router_aux_loss_coef": COEFFICIENT} | dict(changes or {})
+    config = DistributedConfig(pp_micro_batches=micro_batches, **sizes)
+    batches = [
+        global_batch(config.dp_size, length=length, seed=seed, **kinds or {})
+        for seed, length in enumerate(lengths)
+    ]
+    losses, grads, stepped, norm = reference(
+        build(qwen3_moe(**settings)), batches, config.dp_size, micro_batches, aux=aux
+    )
+    mesh = ParallelMesh(config.layout)
+    model = build(qwen3_moe(**settings))
+    model = parallelize(model, mesh, config, experts_forward=module_experts_forward)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    runner = PipelineRunner(model, **options)
+    optimizer = torch.optim.AdamW(by_mesh(model), lr=1e-2, eps=1e-6, foreach=False)
+    shard = mesh.layout.batch_of(mesh.rank)
+    worst = {"loss": 0.0}
+    for index, (batch, expected) in enumerate(zip(batches, losses, strict=True)):
+        mine: dict[str, Any] = rows_of(batch, shard)
+        if aux:
+            mine["output_router_logits"] = True
+        reduce = not reduce_last or index == len(batches) - 1
+        loss = runner.step(mine | {"use_cache": False}, reduce=reduce)
+        worst["loss"] = max(worst["loss"], abs(loss.item() - expected) / abs(expected))
+    parameters = dict(model.named_parameters())
+    missing = [name for name, p in parameters.items() if p.grad is None and name in grads]
+    assert not missing, f"no gradient for {missing}"
+    scale = max(g.norm().item() for g in grads.values())
+    errors = {
+        name: (full_tensor(p.grad) - grads[name]).norm().item()
+        / max(grads[name].norm().item(), 1e-4 * scale)
+        for name, p in parameters.items()
+    }
+    bad = {name: error for name, error in errors.items() if not error < tolerance}
+    assert not bad, f"gradients differ: {bad}"
+    worst["grad"] = max(errors.values())
+    worst["norm"] = abs(float(clip_grad_norm_(model.parameters(), MAX_NORM)) - norm) / norm
+    optimizer.step()
+    worst["step"] = max(relative_error(full_tensor(p), stepped[n]) for n, p in parameters.items())
+    late = {key: value for key, value in worst.items() if not value < tolerance}
+    assert not late, f"{late} above {tolerance}"
+    return worst

@@ -1,0 +1,54 @@
+"""The trainer over pipeline stages: its curve, norms, counts and predictions are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_trainer import check_same, on_rank, one_process
+
+from ep_testing import RankPool
+
+FEW = {"max_steps": 4, "gradient_accumulation_steps": 2}
+MODEL = {"num_hidden_layers": 4}
+SAMPLE: list[dict[str, Any]] = [
+    {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    {"pp_size": 2, "tp_size": 2, "ep_size": 2, "pp_schedule": "zero_bubble"},
+]
+REST: list[dict[str, Any]] = [
+    {**sizes, "pp_schedule": schedule}
+    for sizes in (
+        {"pp_size": 2},
+        {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
+        {"pp_size": 2, "tp_size": 2, "ep_size": 2},
+        {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+        {"pp_size": 2, "dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+    )
+    for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble")
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A sample of layouts; with `--all-layouts` all."""
+    if "sizes" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--all-layouts")
+        metafunc.parametrize("sizes", [*SAMPLE, *(REST if whole else [])], ids=str)
+
+
+def world(sizes: dict[str, Any]) -> int:
+    count = 1
+    for name in ("pp_size", "tp_size", "fsdp_size", "dp_replicate_size"):
+        count *= sizes.get(name, 1)
+    return count
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return one_process(MODEL, **FEW)
+
+
+def test_curve_is_that_of_one_process(
+    ranks: RankPool, sizes: dict[str, Any], expected: Any
+) -> None:
+    for found in ranks.run(on_rank, sizes, MODEL, FEW, world=world(sizes), timeout=240):
+        check_same(found, expected)
