@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from equality import MAX_NORM, by_mesh, relative_error
+from dispatching import dispatching
+from equality import MAX_NORM, all_float64, by_mesh, relative_error
 from tiny_models import build, qwen3_moe
 from torch import Tensor, nn
 
@@ -14,6 +15,80 @@ from ep_kernels import module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import clip_grad_norm_, full_tensor, parallelize
 from ep_trainer import PipelineRunner
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp_size": 2},
+    "pp4": {"pp_size": 4},
+    "pp2-tp2": {"pp_size": 2, "tp_size": 2},
+    "pp2-tp2-ep2": {"pp_size": 2, "tp_size": 2, "ep_size": 2},
+    "pp2-tp2-ep2-sp": {
+        "pp_size": 2,
+        "tp_size": 2,
+        "ep_size": 2,
+        "enable_sequence_parallel": True,
+    },
+    "pp2-fsdp2-ep2": {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    "pp2-tp2-fsdp2-ep2": {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    "pp2-tp2-fsdp2-ep4": {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    "pp2-dp2-fsdp2-ep2": {"pp_size": 2, "dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+}
+DENSE = {"mlp_only_layers": [1, 3]}  # every other layer
+TIED = {"tie_word_embeddings": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "auxiliary": {"aux": True, "kinds": {"padded": True}, "changes": DENSE},
+    "tied": {"changes": TIED, "kinds": {"packed": True}, "lengths": [6, 9]},
+    "recompute": {"checkpointing": True, "aux": True, "micro_batches": 2},
+    "accumulate": {"changes": TIED, "lengths": [6, 5], "reduce_last": True},
+    "reduce each": {"changes": TIED, "lengths": [6, 6], "reduce_each": True},
+}
+SAMPLE = (
+    ("pp2-fsdp2-ep2", "1f1b", "auxiliary"),
+    ("pp2-fsdp2-ep2", "interleaved_1f1b", "reduce each"),
+    ("pp2-fsdp2-ep2", "zero_bubble", "recompute"),
+    ("pp2-tp2-ep2", "zero_bubble", "auxiliary"),
+    ("pp2-tp2-ep2-sp", "1f1b", "tied"),
+    ("pp2-tp2-fsdp2-ep4", "interleaved_1f1b", "plain"),
+    ("pp2-dp2-fsdp2-ep2", "zero_bubble", "accumulate"),
+    ("pp4", "1f1b", "tied"),
+)
+Case = tuple[str, str, str]
+"""A layout, a schedule, a way to train."""
+
+
+def cases(whole: bool) -> list[Case]:
+    """The cases to run: a sample, or all that go together."""
+    if not whole:
+        return list(SAMPLE)
+    return [
+        (layout, schedule, way)
+        for layout, sizes in LAYOUTS.items()
+        for schedule in SCHEDULES
+        for way, options in WAYS.items()
+        # Weights' gradients come late; routers that see slices give no auxiliary loss.
+        if not (way == "reduce each" and (schedule == "zero_bubble" or "fsdp_size" not in sizes))
+        and not ("enable_sequence_parallel" in sizes and "aux" in options)
+    ]
+
+
+def world_of(case: Case) -> int:
+    """How many ranks a case needs."""
+    return DistributedConfig(**LAYOUTS[case[0]]).world_size
+
+
+def compare(rank: int, case: Case) -> dict[str, float]:
+    """Check a case in float64; the worst errors."""
+    torch.set_num_threads(1)
+    layout, schedule, way = case
+    options = dict(WAYS[way])
+    sizes = dispatching(**LAYOUTS[layout], pp_schedule=schedule)
+    if sizes["pp_size"] == 4:
+        options["changes"] = {"num_hidden_layers": 8} | options.get("changes", {})
+        options["micro_batches"] = ROWS  # 1F1B needs as many as there are stages
+    with all_float64():
+        return check_pipeline(sizes, **options)
+
 
 ROWS, LENGTH = 4, 6
 COEFFICIENT = 0.3
@@ -94,7 +169,7 @@ def check_pipeline(
     tolerance: float = 1e-10,
     aux: bool = False,
     checkpointing: bool = False,
-    lengths: tuple[int, ...] = (LENGTH,),
+    lengths: Sequence[int] = (LENGTH,),
     micro_batches: int = ROWS,
     reduce_last: bool = False,
     **options: Any,

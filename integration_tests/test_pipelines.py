@@ -9,20 +9,72 @@ from typing import Any
 
 import pytest
 import torch
-from dispatching import dispatching
-from equality import all_float64
-from pipelines import check_pipeline
+from pipelines import Case, cases, compare, global_batch, world_of
+from tiny_models import build, qwen3_moe
 
+from ep_mesh import DistributedConfig, ParallelMesh
+from ep_plans import parallelize
 from ep_testing import RankPool
+from ep_testing.pool import RankError
+from ep_trainer import PipelineRunner
 
 
-def compare(rank: int, sizes: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
-    torch.set_num_threads(1)
-    with all_float64():
-        return check_pipeline(dispatching(**sizes), **options)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A sample of layouts, schedules and ways to train; with `--all-layouts` all."""
+    if "case" in metafunc.fixturenames:
+        chosen = cases(metafunc.config.getoption("--all-layouts"))
+        metafunc.parametrize("case", chosen, ids=[" ".join(case) for case in chosen])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_two(ranks: RankPool, schedule: str) -> None:
-    errors = ranks.run(compare, {"pp_size": 2, "pp_schedule": schedule}, {}, world=2, timeout=120)
-    print(errors)
+def test_a_step_equals_one_process(ranks: RankPool, case: Case) -> None:
+    errors = ranks.run(compare, case, world=world_of(case), timeout=120)
+    print(case, {key: f"{max(error[key] for error in errors):.1e}" for key in errors[0]})
+
+
+def runner_of(**options: Any) -> PipelineRunner:
+    config = DistributedConfig(**options)
+    model = build(qwen3_moe(num_hidden_layers=4), torch.float32)
+    return PipelineRunner(parallelize(model, ParallelMesh(config.layout), config))
+
+
+def refuse(rank: int) -> None:
+    batch = global_batch(1)
+    odd = runner_of(pp_size=2, fsdp_size=2, ep_size=2, pp_micro_batches=3)
+    with pytest.raises(ValueError, match=r"pp_micro_batches=3 .* 4 rows .* these fit: 2, 4\."):
+        odd.step(batch)
+    runner = runner_of(pp_size=2, fsdp_size=2, ep_size=2)
+    shard = runner.mesh.layout.batch_of(rank)
+    with pytest.raises(ValueError, match="different sizes, 7 rows together"):
+        runner.step({name: value[: 4 - shard] for name, value in batch.items()})
+    with pytest.raises(ValueError, match="needs labels"):
+        runner.step({"input_ids": batch["input_ids"]})
+    with pytest.raises(ValueError, match="cu_seq_lens_q has the shape"):
+        runner.step(batch | {"cu_seq_lens_q": torch.arange(3)})
+    model = runner_of(pp_size=2, fsdp_size=2, pp_schedule="zero_bubble").model
+    with pytest.raises(ValueError, match=r"reduce_each=True.*zero_bubble"):
+        PipelineRunner(model, reduce_each=True)
+
+
+def test_bad_batches_are_refused_on_all_ranks(ranks: RankPool) -> None:
+    ranks.run(refuse, world=4, timeout=60)
+
+
+def fail_in_stage(rank: int) -> None:
+    runner = runner_of(pp_size=2)
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("out of luck")
+
+    if rank == 1:
+        runner.model.get_submodule("model.layers.3").register_forward_pre_hook(fail)
+    runner.step(global_batch(1) | {"use_cache": False})
+
+
+def test_a_failing_stage_says_where(ranks: RankPool) -> None:
+    with pytest.raises(
+        RankError, match=r"(?s)out of luck.*in stage 1 of the pipeline, micro-batch 1"
+    ):
+        ranks.run(fail_in_stage, world=2, timeout=60)

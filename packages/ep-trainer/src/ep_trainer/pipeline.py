@@ -146,12 +146,18 @@ class PipelineRunner:
             The loss of the global batch, a scalar, on every rank.
 
         Raises:
-            ValueError: the batch can't be cut into the micro-batches of the config, or data shards have
-                different numbers of rows. On all ranks of it, before the stages run.
+            ValueError: the batch can't be cut into the micro-batches of the config, has no labels, or data
+                shards have different numbers of rows. On all ranks that hold it, before the stages run.
 
-        Cost: beside the stages, an all-reduce of three numbers over the data shards and of one over the
-        world; where first and last stage share weights, an exchange of their gradients.
+        Cost: beside the stages, an all-reduce of three numbers over the data shards (a host
+        synchronization) and of one over the world; where first and last stage share weights, an exchange
+        of their gradients.
         """
+        if self._compute_loss == self._own_loss and not isinstance(batch.get("labels"), Tensor):
+            raise ValueError(
+                "a pipeline's batch needs labels: the last stage computes the loss. Add `labels` "
+                f"[rows, length] to the batch, which has {', '.join(batch)}."
+            )
         rows = count_rows(batch)
         counted = self._agree(batch, rows)
         count = micro_batch_count(
@@ -201,11 +207,7 @@ class PipelineRunner:
         self, model: nn.Module, inputs: dict[str, Any], items: Tensor | None, micro_batches: int
     ) -> Tensor:
         """The model's own loss over the labels of the global batch, times the data shards."""
-        if items is None:
-            raise ValueError(
-                "a pipeline's batch needs labels: the last stage computes the loss. Add `labels` "
-                f"[rows, length] to the batch, which has {', '.join(inputs)}."
-            )
+        assert items is not None
         shards = self.mesh.layout.data_parallel_size
         if _takes(self.model, "num_items_in_batch"):
             loss: Tensor = model(**inputs, num_items_in_batch=items).loss
