@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_trainer import check_same, on_rank, one_process
+from test_trainer import AUXILIARY, GLOBAL_BATCH, check_same, on_rank, one_process
 
 from ep_testing import RankPool
 
@@ -52,3 +52,24 @@ def test_curve_is_that_of_one_process(
 ) -> None:
     for found in ranks.run(on_rank, sizes, MODEL, FEW, world=world(sizes), timeout=240):
         check_same(found, expected)
+
+
+def test_auxiliary_loss_is_the_mean_over_micro_batches(ranks: RankPool) -> None:
+    count = 4
+    coefficient = AUXILIARY["router_aux_loss_coef"]
+    # transformers adds the auxiliary losses of the micro-batches that it accumulates.
+    each = MODEL | AUXILIARY | {"router_aux_loss_coef": coefficient / count}
+    steps = FEW["gradient_accumulation_steps"] * count
+    expected = one_process(
+        each,
+        **FEW
+        | {
+            "gradient_accumulation_steps": steps,
+            "per_device_train_batch_size": GLOBAL_BATCH // count,
+        },
+    )
+    sizes = {"pp_size": 2, "tp_size": 2, "ep_size": 2, "pp_micro_batches": count}
+    for found in ranks.run(on_rank, sizes, MODEL | AUXILIARY, FEW, world=4, timeout=240):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.norm == pytest.approx(expected.norm, rel=1e-3)
+        assert found.tokens == expected.tokens

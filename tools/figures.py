@@ -279,6 +279,14 @@ def torchtitan_exchange_speedup() -> dict[str, Any]:
 
 
 @figure
+def pipeline_matrix_failures() -> dict[str, Any]:
+    """Layouts, schedules and ways to train over pipeline stages that differ from one process."""
+    import pipeline_matrix
+
+    return pipeline_matrix.failures(whole="--full" in sys.argv)
+
+
+@figure
 def wire_error() -> dict[str, Any]:
     """The error that narrower rows on the wire cost: the worst row's, of the output and of its gradient."""
     import moe_layer

@@ -66,8 +66,8 @@ class DistributedConfig:
         ep_plan: overrides of the EP plan; used if `ep_size > 1`.
         ep_implementation: how tokens reach the experts, a name in the registry of `ep_dispatch`.
         pp_schedule: how training runs the stages, a name of `PP_SCHEDULES`.
-        pp_micro_batches: into how many parts training divides a batch. None: `2 * pp_size` where
-            the batch divides so, else its size.
+        pp_micro_batches: into how many equal parts training cuts the batch of a data shard. None:
+            the least number from `2 * pp_size` on that fits, else the greatest below.
         pp_stages: how many layers each stage has, first to last; `pp_size` of them, times the
             stages per rank of the schedule. None: balanced by parameter bytes and FLOPs.
         fsdp_over_tp: FSDP-shard the parameters that no TP rule shards over the TP ranks too, in the
