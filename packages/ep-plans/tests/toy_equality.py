@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toy_decoder import ToyConfig, build, loss_of
 
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import clip_grad_norm_, full_tensor, parallelize
+from ep_plans import clip_grad_norm_, full_tensor, no_sync, parallelize
 
 MAX_NORM = 0.05  # below the gradients' norm, so that clipping acts
 
@@ -74,11 +74,11 @@ def check_equal(
     optimizer = torch.optim.AdamW(by_mesh(model), lr=1e-2, eps=1e-6, foreach=False)
     shard = mesh.layout.batch_of(mesh.rank)
     for step in range(micro):
-        if deferred:
-            defer_reduction(model, last=step == micro - 1)
-        loss = run(model, ids[step, shard])
-        assert relative_error(loss.detach(), losses[step, shard].detach()) < tolerance, "loss"
-        (loss / micro).backward()
+        kept = deferred and step < micro - 1
+        with no_sync(model) if kept else contextlib.nullcontext():
+            loss = run(model, ids[step, shard])
+            assert relative_error(loss.detach(), losses[step, shard].detach()) < tolerance, "loss"
+            (loss / micro).backward()
     compare_gradients(model, grads, tolerance)
     found = clip_grad_norm_(model.parameters(), MAX_NORM)
     assert relative_error(found, norm) < tolerance, "gradient norm"
@@ -102,13 +102,6 @@ def compare_gradients(model: nn.Module, expected: dict[str, Tensor], tolerance: 
         errors[name] = relative_error(full_tensor(parameter.grad), expected[name], scale)
     wrong = {name: error for name, error in errors.items() if not error < tolerance}
     assert not wrong, f"gradients differ: {wrong}"
-
-
-def defer_reduction(model: nn.Module, *, last: bool) -> None:
-    """Let FSDP reduce gradients only at the last micro-batch."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last, recurse=False)
 
 
 def by_mesh(model: nn.Module) -> list[dict[str, Sequence[nn.Parameter]]]:

@@ -1,7 +1,9 @@
 """What is sharded how: plans, parallel styles, and their application to a model."""
 
+from ep_plans.accumulation import no_sync
 from ep_plans.checks import check_ep_options
-from ep_plans.gradients import clip_grad_norm_, grad_norm
+from ep_plans.gradients import GradNorm, clip_grad_norm_, clip_grads_with_norm_, grad_norm
+from ep_plans.nonfinite import NonFinite, find_nonfinite, local_part
 from ep_plans.parallelize import ParallelState, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
 from ep_plans.resolve import Plans, resolve_plans
@@ -36,7 +38,9 @@ from ep_plans.styles.base import (
 __all__ = [
     "Context",
     "Cut",
+    "GradNorm",
     "Moved",
+    "NonFinite",
     "OtherStageError",
     "ParallelState",
     "ParameterSharding",
@@ -55,6 +59,8 @@ __all__ = [
     "change_output",
     "check_ep_options",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "find_nonfinite",
     "find_parts",
     "full_tensor",
     "grad_norm",
@@ -62,6 +68,8 @@ __all__ = [
     "layer_costs",
     "local",
     "local_parameters",
+    "local_part",
+    "no_sync",
     "num_experts_of",
     "parallel_state",
     "parallelize",

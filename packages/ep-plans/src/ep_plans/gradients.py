@@ -3,58 +3,92 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ep_plans.nonfinite import Gradients, find_nonfinite, local_part, with_names
+
 _SHARE = "_ep_share_of_stages"
 
 
-def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+class GradNorm:
+    """The norm of gradients that come one at a time.
+
+    `add` each gradient, also on ranks where it is empty, then call `total`.
+    """
+
+    def __init__(self, norm_type: float = 2.0) -> None:
+        self.norm_type = float(norm_type)
+        if not self.norm_type > 0:
+            raise ValueError(f"norm_type must be positive, got {norm_type}.")
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._parts: list[Tensor] = []
+        self._device = torch.device("cpu")
+
+    def add(self, grad: Tensor, *, of: Tensor) -> None:
+        """Count the gradient of a parameter; nothing of it is kept."""
+        if not self._parts:
+            self._device = _reduction_device(grad)
+        power = _local_power(grad, self.norm_type, self._world, _share(of))
+        self._parts.append(power.to(self._device))
+
+    def total(self, witness: Tensor | None = None) -> Tensor:
+        """The norm, float64 and the same on every rank; the next one starts anew.
+
+        Args:
+            witness: numbers of this rank, such as its loss, that are no part of the norm, but make
+                it NaN on every rank if one of them is not finite.
+
+        Cost: one all-reduce of a number over the world.
+        """
+        # In float64, so that squares of very large and very small norms stay in range.
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        if witness is not None:
+            zero = zero + (witness.detach().to(self._device).double() * 0.0).sum()
+        powers = torch.stack([zero, *self._parts])
+        self._parts = []
+        if math.isinf(self.norm_type):
+            return _greatest(powers.amax(), self._world)
+        power = powers.sum()
+        if self._world > 1:
+            dist.all_reduce(power)
+        return power.pow(1.0 / self.norm_type)
+
+
+def grad_norm(
+    parameters: Gradients, norm_type: float = 2.0, *, witness: Tensor | None = None
+) -> Tensor:
     """The norm of all gradients as one vector, the same on every rank.
 
     Args:
-        parameters: of one model; plain tensors and DTensors on any meshes, mixed. Every rank calls
-            with the same ones.
+        parameters: of one model (the model itself, its `parameters()` or `named_parameters()`);
+            plain tensors and DTensors on any meshes, mixed. Every rank calls with the same ones.
         norm_type: the p of the p-norm, or `inf`.
+        witness: numbers of this rank, such as its loss: if one is not finite on any rank, the norm
+            is NaN on all of them.
 
     Returns:
-        A float32 (or wider) scalar on the gradients' device.
+        A float32 (or wider) scalar on the device that the ranks communicate from.
 
     Cost: one all-reduce of a scalar over the world.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    holders = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in holders if p.grad is not None]
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, got {norm_type}.")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    first = _local(parameters[0]) if parameters else torch.zeros(())
-    parts = [
-        (_local_power(grad, norm_type, world, _share(p))).to(first.device)
-        for p, grad in zip(holders, grads, strict=True)
-    ]
-    # In float64, so that squares of very large and very small norms stay in range.
-    total = torch.stack([torch.zeros((), dtype=torch.float64, device=first.device), *parts])
-    if math.isinf(norm_type):
-        norm = _greatest(total.amax(), world)
-    else:
-        power = total.sum()
-        if world > 1:
-            dist.all_reduce(power)
-        norm = power.pow(1.0 / norm_type)
+    tensors = [tensor for _, tensor in with_names(parameters)]
+    norm = GradNorm(norm_type)
     dtype = torch.float32
-    for p in parameters:
-        dtype = torch.promote_types(dtype, p.dtype)
-    return norm.to(dtype)
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+        if tensor.grad is not None:
+            norm.add(tensor.grad, of=tensor)
+    if tensors and not any(tensor.grad is not None for tensor in tensors):
+        norm._device = _reduction_device(tensors[0])
+    return norm.total(witness).to(dtype)
 
 
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Gradients,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -66,27 +100,27 @@ def clip_grad_norm_(
     the same decision.
 
     Args:
-        parameters: as in `grad_norm`.
+        parameters: as in `grad_norm`; with names (a model, or `named_parameters()`) an error tells
+            them.
         max_norm: the bound.
         norm_type: the p of the p-norm, or `inf`.
         error_if_nonfinite: raise, on every rank, if the norm is not finite.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; no gradient is changed.
+            It names the layer and the ranks.
 
     Cost: one all-reduce of a scalar; a host sync only with `error_if_nonfinite`.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = grad_norm(parameters, norm_type)
+    named = with_names(parameters)
+    norm = grad_norm(named, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"The gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped. "
+            f"The gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped: "
+            f"{find_nonfinite(named)}. "
             "Look for a loss that is not finite, or pass error_if_nonfinite=False."
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    local_grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    for grad in local_grads:
-        grad.mul_(factor.to(grad.device, grad.dtype))
+    clip_grads_with_norm_(named, max_norm, norm)
     return norm
 
 
@@ -99,8 +133,24 @@ def _share(parameter: Tensor) -> float:
     return getattr(parameter, _SHARE, 1.0)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+def clip_grads_with_norm_(parameters: Gradients, max_norm: float, total_norm: Tensor) -> None:
+    """Scale the gradients in place so that their norm, which is `total_norm`, is at most `max_norm`.
+
+    As torch's function of this name. No communication.
+    """
+    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+    for _, parameter in with_names(parameters):
+        if parameter.grad is not None:
+            grad = local_part(parameter.grad)
+            grad.mul_(factor.to(grad.device, grad.dtype))
+
+
+def _reduction_device(tensor: Tensor) -> torch.device:
+    """Where the ranks that hold parts of `tensor` communicate from; offloaded parts lie elsewhere."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != tensor.device.type:
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return local_part(tensor).device
 
 
 def _copies(grad: Tensor, world: int) -> float:
@@ -120,7 +170,7 @@ def _copies(grad: Tensor, world: int) -> float:
 
 def _local_power(grad: Tensor, norm_type: float, world: int, share: float) -> Tensor:
     """This rank's share of the sum of |g|^p (or its maximum), in float64."""
-    values = _local(grad)
+    values = local_part(grad)
     if math.isinf(norm_type):
         most = values.abs().amax() if values.numel() else values.new_zeros(())
         return most.to(torch.float64)

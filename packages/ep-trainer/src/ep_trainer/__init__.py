@@ -2,8 +2,11 @@
 
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
+from ep_trainer.in_backward import StepInBackward
 from ep_trainer.meters import ExpertLoad, Memory, Meter, Speed
+from ep_trainer.muon import Muon
 from ep_trainer.pipeline import PipelineRunner
+from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
 
 __all__ = [
@@ -14,6 +17,9 @@ __all__ = [
     "LayoutAccelerator",
     "Memory",
     "Meter",
+    "Muon",
     "PipelineRunner",
     "Speed",
+    "StepInBackward",
+    "WorldGradScaler",
 ]

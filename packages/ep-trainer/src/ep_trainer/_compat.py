@@ -379,6 +379,21 @@ def remember_data_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> N
     accelerator._dataloaders.append(loader)
 
 
+def prepared(trainer: Trainer, inputs: Any) -> Any:
+    """The inputs of a micro-batch as the trainer gives them to the model."""
+    return trainer._prepare_inputs(inputs)
+
+
+def scaler_settings(scaler: Any) -> dict[str, Any]:
+    """The arguments that torch's gradient scaler was made with."""
+    return {
+        "init_scale": scaler._init_scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+
+
 __all__ = [
     "BatchRebalanceSampler",
     "HookedTrainer",
@@ -386,6 +401,7 @@ __all__ = [
     "ShiftingSmoother",
     "generators",
     "maybe_install_capturing_hooks",
+    "prepared",
     "push_checkpoint",
     "rank_in_worker_seed",
     "rebalance_for",
@@ -393,6 +409,7 @@ __all__ = [
     "save_beside_model",
     "save_settings",
     "save_trainer_state",
+    "scaler_settings",
     "set_epoch",
     "train_batch_size",
     "use_cpu_ranks",

@@ -7,8 +7,7 @@ which part of the data, gathered over whom, and what must not be wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,12 +17,14 @@ from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ep_mesh import Layout, ParallelMesh
-from ep_trainer._compat import rank_in_worker_seed, remember_data_loader
+from ep_plans import no_sync
+from ep_trainer._compat import rank_in_worker_seed, remember_data_loader, scaler_settings
+from ep_trainer.nonfinite import SkippableOptimizer
+from ep_trainer.scaler import WorldGradScaler
 
 
 class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
@@ -44,6 +45,8 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         accelerator.mesh = mesh
         accelerator.seed = seed
         accelerator._mirror = mirror(mesh.layout)
+        if accelerator.scaler is not None:
+            accelerator.scaler = WorldGradScaler(**scaler_settings(accelerator.scaler))
         return accelerator
 
     # -- sizes, as accelerate tells them
@@ -105,6 +108,12 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         """Autocast and compilation only: the model is placed and reduces its own gradients."""
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return, unused-ignore]
 
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> SkippableOptimizer:
+        """The optimizer, of which a step can be skipped on all ranks."""
+        return SkippableOptimizer.of(super().prepare_optimizer(optimizer, device_placement))
+
     def prepare_data_loader(
         self,
         data_loader: DataLoader[Any],
@@ -142,14 +151,9 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         remember_data_loader(self, prepared)
         return prepared
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep the gradients of this micro-batch on the rank (they stay unsharded until synced)."""
-        set_gradient_sync(model, enabled=False)
-        try:
-            yield
-        finally:
-            set_gradient_sync(model, enabled=True)
+        return no_sync(model)
 
     # -- gathering: over data shards, in their order, each sample once
 
@@ -208,13 +212,6 @@ def mirror(layout: Layout) -> ParallelismConfig:
     return ParallelismConfig(
         tp_size=layout.tp, dp_shard_size=layout.fsdp, dp_replicate_size=layout.dp_replicate
     )
-
-
-def set_gradient_sync(model: nn.Module, *, enabled: bool) -> None:
-    """Switch the gradient reduction of every FSDP2 module of `model`."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(enabled, recurse=False)
 
 
 def _all_tensors(data: Any) -> bool:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ep_mesh import Layout
 
-_NEEDS_WHOLE_MATRICES = ("adafactor", "adalomo", "apollo", "galore", "lomo", "muon")
+_NEEDS_WHOLE_MATRICES = ("adafactor", "adalomo", "apollo", "galore", "lomo")
 
 
 def check_model(model: nn.Module) -> None:
@@ -64,8 +64,6 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name):
             yield f"{name}: the model is sharded already, as its DistributedConfig says; leave it out"
-    if args.fp16:
-        yield "fp16=True: gradients are not scaled here; pass bf16=True, which needs no scaling"
     if args.fp16_full_eval or args.bf16_full_eval:
         yield "fp16_full_eval, bf16_full_eval: a sharded model keeps its dtype; load it with dtype=..."
     if args.auto_find_batch_size:

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainingArguments
 
 from ep_mesh import Layout, ParallelMesh
-from ep_plans import clip_grad_norm_, grad_norm, parallel_state
+from ep_plans import clip_grads_with_norm_, parallel_state
 from ep_trainer import _compat
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.balancing import BalancingLoss
@@ -31,6 +31,7 @@ from ep_trainer.checkpoint.training import CheckpointingTrainer
 from ep_trainer.checks import check_arguments, check_devices, check_model, check_saves
 from ep_trainer.data import check_shared, count_labels, without_fillers
 from ep_trainer.meters import Meter
+from ep_trainer.numerics import Numerics
 from ep_trainer.optim import split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
 
@@ -61,8 +62,11 @@ class EPTrainer(CheckpointingTrainer):
         args: TrainingArguments | None = None,
         *positional: Any,
         checkpoint_options: CheckpointOptions | None = None,
+        on_nonfinite: str = "stop",
+        optim_in_backward: bool = False,
         **named: Any,
     ) -> None:
+        self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
         state = None if model is None else parallel_state(model)
         self.mesh: ParallelMesh | None = None if state is None else state.mesh
         self._steps_of_loop = 0
@@ -90,6 +94,7 @@ class EPTrainer(CheckpointingTrainer):
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
         check_arguments(args, mesh.layout)
+        self._numerics.check(args, model)
         saves = args.save_strategy != "no"
         if saves and (args.save_only_model or self.checkpoint_options.save_hf):
             check_saves(model)
@@ -202,8 +207,10 @@ class EPTrainer(CheckpointingTrainer):
         self._real_rows = self._real_rows_of.get(id(inputs))
         self._measure(inputs)
         if self.layout.pp > 1:
-            return self._pipeline_step(model, inputs, num_items_in_batch)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            loss = self._pipeline_step(model, inputs, num_items_in_batch)
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._numerics.saw(inputs, loss)
         return loss
 
     def _pipeline_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
@@ -266,13 +273,13 @@ class EPTrainer(CheckpointingTrainer):
 
     def clip_gradients(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip by the norm over all meshes; the same on every rank, also when it isn't finite."""
-        norm: Tensor = clip_grad_norm_(model.parameters(), max_norm)
+        norm = self.gradient_norm(model)
+        clip_grads_with_norm_(model, max_norm, norm)
         return norm
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """The norm over all meshes."""
-        norm: Tensor = grad_norm(model.parameters())
-        return norm
+        """The norm over all meshes, judged: what is not finite stops or skips the step."""
+        return self._numerics.judged_norm(self, model)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer, a parameter group per mesh and weight decay."""
@@ -286,6 +293,7 @@ class EPTrainer(CheckpointingTrainer):
         optimizer: torch.optim.Optimizer = super().create_optimizer()
         if not given:
             split_by_mesh(optimizer)
+        self._numerics.watch(optimizer)
         return optimizer
 
     # -- evaluation and prediction

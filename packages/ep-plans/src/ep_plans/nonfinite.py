@@ -1,0 +1,88 @@
+"""Where gradients are not finite: looked for after the fact, so that good steps pay nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Gradients = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+"""A model, its `parameters()` or its `named_parameters()`; the first and the last bring names."""
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The gradients that are not finite, of all ranks.
+
+    Attributes:
+        ranks: for each such parameter, in the model's order, the ranks on whose part of the reduced
+            gradient it shows. A reduction carries a value to the ranks that hold its sum, so these
+            tell which part of a parameter is bad (which experts), not always who computed it.
+        total: parameters with a gradient.
+    """
+
+    ranks: dict[str, tuple[int, ...]]
+    total: int
+
+    @property
+    def first(self) -> str | None:
+        """The first of them that backward met: the last one in the model's order."""
+        return next(reversed(self.ranks), None)
+
+    def __str__(self) -> str:
+        """The layer that backward met first, the ranks, and how far it spread."""
+        if self.first is None:
+            return "no gradient is: each is finite, but their norm is not"
+        layer, _, _ = self.first.rpartition(".")
+        ranks = ", ".join(map(str, self.ranks[self.first]))
+        return (
+            f"backward met it first in {layer or self.first} ({self.first}, on rank {ranks}), and "
+            f"{len(self.ranks)} of {self.total} gradients have it"
+        )
+
+
+def find_nonfinite(parameters: Gradients) -> NonFinite:
+    """Which gradients are not finite, and on which ranks. Every rank must call it.
+
+    Parameters without names are told by their place and shape.
+
+    Cost: a pass over the gradients, a host sync, a gather of names over the world.
+    """
+    named = [(name, p.grad) for name, p in with_names(parameters) if p.grad is not None]
+    flags = [local_part(grad).isfinite().all().logical_not() for _, grad in named]
+    found = torch.stack([flag.to("cpu") for flag in flags]).tolist() if flags else []
+    mine = [name for (name, _), bad in zip(named, found, strict=True) if bad]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    gathered: list[list[str]] = [mine]
+    if world > 1:
+        gathered = [[] for _ in range(world)]
+        dist.all_gather_object(gathered, mine)
+    order = {name: place for place, (name, _) in enumerate(named)}
+    every = sorted({n for names in gathered for n in names}, key=lambda n: order.get(n, -1))
+    return NonFinite(
+        {n: tuple(rank for rank, names in enumerate(gathered) if n in names) for n in every},
+        len(named),
+    )
+
+
+def with_names(parameters: Gradients) -> list[tuple[str, Tensor]]:
+    """Parameters with their names, or with their place and shape where none was given."""
+    if isinstance(parameters, nn.Module):
+        return list(parameters.named_parameters())
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    return [
+        (f"parameter {place} of shape {list(given.shape)}", given)
+        if isinstance(given, Tensor)
+        else given
+        for place, given in enumerate(parameters)
+    ]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
