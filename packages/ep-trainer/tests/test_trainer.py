@@ -223,7 +223,7 @@ def local_losses(rank: int) -> float:
 
 def train_with_nan(rank: int, folder: str) -> list[float]:
     model = sharded()
-    trainer = EPTrainer(model, arguments(folder), pad, Rows(16))
+    trainer = EPTrainer(model, arguments(folder), pad, Rows(16), on_nonfinite="ignore")
     if rank == 2:
         weight = next(p for n, p in model.named_parameters() if "experts" in n)
         weight.register_post_accumulate_grad_hook(

@@ -1,6 +1,6 @@
-"""The private parts of transformers and accelerate that the trainer needs, all in this file.
+"""The private parts of transformers, accelerate and torch that the trainer needs, all in this file.
 
-Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0. `HookedTrainer` overrides the private
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0, torch 2.13.0. `HookedTrainer` overrides the private
 hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
 """
 
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -400,6 +401,7 @@ __all__ = [
     "LengthGroupedSampler",
     "ShiftingSmoother",
     "generators",
+    "is_traceable_wrapper_subclass",
     "maybe_install_capturing_hooks",
     "prepared",
     "push_checkpoint",

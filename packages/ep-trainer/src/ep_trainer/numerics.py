@@ -24,6 +24,9 @@ class Numerics:
 
     Args:
         on_nonfinite, in_backward: as in `EPTrainer`.
+
+    Attributes:
+        skipped_steps: steps of this run that were not taken; training logs have it once there is one.
     """
 
     def __init__(self, on_nonfinite: str, *, in_backward: bool) -> None:
@@ -78,6 +81,18 @@ class Numerics:
             yield f"{why} fp16=True can't skip a step that overflows; pass bf16=True"
         if self.on_nonfinite == "skip":
             yield f'{why} on_nonfinite="skip" comes too late; pass "stop" or "ignore"'
+
+    def check_unsharded(self) -> None:
+        """Refuse what only a sharded model has.
+
+        Raises:
+            ValueError: an option was given.
+        """
+        if self.in_backward or self.on_nonfinite != "stop":
+            raise ValueError(
+                "optim_in_backward and on_nonfinite are for sharded models, and this one is trained as "
+                "by transformers.Trainer: leave them out, or shard the model (of one rank, too)."
+            )
 
     def watch(self, optimizer: Optimizer) -> None:
         """Step in backward, if asked to."""

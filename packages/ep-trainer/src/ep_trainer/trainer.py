@@ -83,6 +83,7 @@ class EPTrainer(CheckpointingTrainer):
             self._balancing = BalancingLoss.of(model, self.mesh)
         elif model is not None:
             check_model(model)
+            self._numerics.check_unsharded()
         super().__init__(model, args, *positional, **named)
         if self.mesh is not None and self.label_smoother is not None:
             self.label_smoother = _compat.ShiftingSmoother(
@@ -348,6 +349,8 @@ class EPTrainer(CheckpointingTrainer):
         if "loss" in logs:
             for meter in self._meters:
                 logs.update(meter.metrics())
+            if self._numerics.skipped_steps:
+                logs["skipped_steps"] = self._numerics.skipped_steps
         super().log(logs, start_time)
 
     @property
