@@ -79,12 +79,19 @@ def spoil(rank: int, value: float, spoiled: int, norm_type: float) -> tuple[floa
     """One rank's part of one gradient is not finite."""
     _, model = with_gradients({"tp_size": 2, "fsdp_size": 4, "ep_size": 4})
     grads = [p.grad.to_local() for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    place = next(at for at, grad in enumerate(grads) if grad.numel())
     if rank == spoiled:
-        next(grad for grad in grads if grad.numel()).view(-1)[0] = value
+        grads[place].view(-1)[0] = value
     before = [grad.clone() for grad in grads]
     norm = grad_norm(model.parameters(), norm_type)
     with pytest.raises(RuntimeError, match="error_if_nonfinite") as error:
+        clip_grad_norm_(model, 1.0, norm_type, error_if_nonfinite=True)
+    assert f"{names[place]}, on rank {spoiled})" in str(error.value)
+    with pytest.raises(RuntimeError, match=rf"parameter {place} of shape \[.*on rank {spoiled}\)"):
         clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+    with_witness = grad_norm(model, norm_type, witness=torch.ones(2))
+    assert str(with_witness) == str(norm)
     unchanged = sum(
         torch.equal(g.nan_to_num(), b.nan_to_num()) for g, b in zip(grads, before, strict=True)
     )
@@ -107,6 +114,10 @@ def test_one_verdict_about_a_norm_that_is_not_finite(
 
 def odd_ones(rank: int) -> None:
     mesh = ParallelMesh(DistributedConfig(tp_size=2).layout)
+    for norm_type in (2.0, math.inf):  # a loss that is not finite on one rank
+        loss = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
+        assert math.isnan(grad_norm([], norm_type, witness=loss))
+        assert float(grad_norm([], norm_type, witness=torch.ones(2))) == 0.0
     assert float(grad_norm([])) == 0.0
     frozen = nn.Parameter(torch.ones(3))
     assert float(clip_grad_norm_([frozen], 1.0)) == 0.0
