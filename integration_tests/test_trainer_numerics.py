@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ep_mesh import DistributedConfig
 from ep_testing import RankPool
 from ep_trainer import EPTrainer, Muon, WorldGradScaler
-from ep_trainer.optim import quantized_state
+from ep_trainer.low_bit import is_low_bit, low_bit_parameters, narrowed, widened
 from expert_parallel import parallelize
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -201,7 +201,17 @@ def low_bit(rank: int, optim: str) -> tuple[list[float], list[str], int]:
             losses = curve(trainer).loss
     finally:
         torch.compiler.set_stance("default")
-    return losses, quantized_state(model, trainer.optimizer), len(list(model.parameters()))
+    optimizer = trainer.optimizer.optimizer
+    for parameter, state in optimizer.state.items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            wide = widened(state[kind])
+            assert not is_low_bit(wide)
+            assert wide.shape == parameter.shape
+            assert getattr(wide, "placements", None) == getattr(parameter, "placements", None)
+            again = narrowed(optimizer, parameter, kind, wide)
+            assert is_low_bit(again) == is_low_bit(state[kind])
+            assert torch.equal(local(widened(again)), local(wide)), "the same codes"
+    return losses, low_bit_parameters(model, optimizer), len(list(model.parameters()))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -1,6 +1,7 @@
 """The private parts of transformers, accelerate and torch that the trainer needs, all in this file.
 
-Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0, torch 2.13.0. `HookedTrainer` overrides the private
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0, torch 2.13.0,
+torchao 0.18.0. `HookedTrainer` overrides the private
 hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
 """
 
@@ -385,6 +386,14 @@ def prepared(trainer: Trainer, inputs: Any) -> Any:
     return trainer._prepare_inputs(inputs)
 
 
+def new_low_bit_state(optimizer: Any, parameter: Tensor, name: str) -> Tensor | None:
+    """A state of zeros as torchao's optimizers (0.18) make it; None for other optimizers."""
+    if name == "step" or not hasattr(optimizer, "_new_buffer"):
+        return None
+    state: Tensor = optimizer._new_buffer(parameter, name == "exp_avg")  # signed, the others not
+    return state
+
+
 def scaler_settings(scaler: Any) -> dict[str, Any]:
     """The arguments that torch's gradient scaler was made with."""
     return {
@@ -403,6 +412,7 @@ __all__ = [
     "generators",
     "is_traceable_wrapper_subclass",
     "maybe_install_capturing_hooks",
+    "new_low_bit_state",
     "prepared",
     "push_checkpoint",
     "rank_in_worker_seed",
