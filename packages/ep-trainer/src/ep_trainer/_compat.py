@@ -1,8 +1,8 @@
-"""The private parts of transformers, accelerate and torch that the trainer needs, all in this file.
+"""The private parts of its dependencies that the trainer needs, all in this file.
 
-Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0, torch 2.13.0,
-torchao 0.18.0. `HookedTrainer` overrides the private
-hooks of `transformers.Trainer` and hands each to a method that `EPTrainer` defines.
+Seen in transformers 5.17.0 and 5.24.0, accelerate 1.15.0, torch 2.13.0, torchao 0.18.0.
+`HookedTrainer` overrides the private hooks of `transformers.Trainer` and hands each to a method that
+`EPTrainer` defines.
 """
 
 from __future__ import annotations

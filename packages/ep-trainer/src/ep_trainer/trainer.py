@@ -51,6 +51,17 @@ class EPTrainer(CheckpointingTrainer):
     Checkpoints are sharded (`ep_trainer.checkpoint`): every rank writes its part, and any layout
     resumes from them. `checkpoint_options` says how; `register_for_checkpoint` adds state.
 
+    Args:
+        on_nonfinite: what to do with a step whose loss or gradient norm is not finite, the same on
+            every rank: `"stop"` raises a RuntimeError that names the step, the layer and the ranks,
+            with the parameters as they were before the step; `"skip"` warns with that text and goes
+            on with the next batch; `"ignore"` steps. The default stops, since what is not finite
+            once mostly is so again, and skipping would go on for days without learning. With fp16 an
+            overflow is no such case: the scale falls.
+        optim_in_backward: step each parameter when backward has its gradient, and free that
+            (`StepInBackward`). Not with clipping, accumulation, fp16 or `"skip"`, which need all
+            gradients at once.
+
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
             sharded though several processes run. At construction.
@@ -212,6 +223,9 @@ class EPTrainer(CheckpointingTrainer):
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._numerics.saw(inputs, loss)
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if self.mesh is not None:
+            self._numerics.saw(inputs, loss)
         return loss
 
     def _pipeline_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
