@@ -10,6 +10,7 @@ from .all_to_all import AllToAll
 from .auto import Auto
 from .hierarchical import HierarchicalAllToAll
 from .implementation import EPImplementation, EPImplementationInterface, ExpertsForward
+from .keeping import keep_communicated
 from .megamoe import DeepGemmMegaMoe
 from .pending import Pending
 from .plan import DispatchPlan, ReceivedRows, Ticket
@@ -29,6 +30,7 @@ __all__ = [
     "ReceivedRows",
     "SymmetricMemory",
     "Ticket",
+    "keep_communicated",
 ]
 
 EPImplementationInterface._register_built_in(

@@ -22,6 +22,7 @@ from .agreement import Notice
 from .compiling import as_written
 from .implementation import ExpertsForward, add_shared
 from .journey import Journey, Legs
+from .keeping import keep_value
 from .links import GradNeeds, hold_linked, join_parameters, new_link
 from .pending import Pending
 from .plan import ChunkedRouting, DispatchPlan, ReceivedRows, Routing, Ticket
@@ -149,6 +150,8 @@ class AllToAll(RoutedImplementation):
         needs: GradNeeds,
         link: Tensor | None,
         meanwhile: Callable[[], None] | None = None,
+        *,
+        keep: bool = True,
     ) -> tuple[Tensor | None, list[Tensor]]:
         """While the experts run on a chunk, the next one travels, and the outputs of the one before.
 
@@ -159,7 +162,7 @@ class AllToAll(RoutedImplementation):
                     | wait there 2 | ...
         """
         there = [
-            Journey(self._there(part, chunk), linked=link is not None and needs.hidden)
+            Journey(self._there(part, chunk, keep=keep), linked=link is not None and needs.hidden)
             for part, chunk in zip(parts, chunks, strict=True)
         ]
         back: list[Journey] = []
@@ -201,7 +204,8 @@ class AllToAll(RoutedImplementation):
         def run(
             chunk: Routing, rows: Tensor, weights: Tensor, link: Tensor | None
         ) -> tuple[Tensor | None, Tensor]:
-            link, [out] = self._run_chunks([chunk], [rows], [weights], needs, link)
+            # Kept rows would be those of all rounds at one time.
+            link, [out] = self._run_chunks([chunk], [rows], [weights], needs, link, keep=False)
             return hold_linked(link, out)
 
         meanwhile()
@@ -334,12 +338,16 @@ class AllToAll(RoutedImplementation):
         link = journey.start(ticket.link)
         return Pending(lambda: self._gather(journey.finish(link)[1], plan.num_tokens))
 
-    def _there(self, rows: Tensor, plan: Routing) -> Legs:
+    def _gather(self, rows: Tensor, num_tokens: int) -> Tensor:
+        return super()._gather(rows, num_tokens) if self._slices else keep_value(rows)
+
+    def _there(self, rows: Tensor, plan: Routing, *, keep: bool = True) -> Legs:
         """From this rank's tokens to the rows of its experts."""
         for stage, hop in zip(self.stages, plan.hops, strict=True):
             rows = gather_rows(rows, hop.token_of_row, hop.rows_by_token, hop.token_ends)
             if stage.size > 1:
-                rows = yield rows, stage.row_exchange(hop, self.wire_dtype, self.phase("dispatch"))
+                phase = self.phase("dispatch")
+                rows = yield rows, stage.row_exchange(hop, self.wire_dtype, phase, keep=keep)
         return rows
 
     def _back(self, rows: Tensor, plan: Routing) -> Legs:

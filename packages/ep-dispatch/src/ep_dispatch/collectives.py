@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .keeping import kept
+
 __all__ = [
     "chunk_bounds",
     "copy_to_group",
@@ -217,7 +219,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _all_reduce(x, group)
+        return kept(lambda: _all_reduce(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -241,7 +243,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, x: Tensor, group: ProcessGroup, dim: int, size: int, partial_grad: bool
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.partial_grad = group, dim, partial_grad
-        return _all_gather(x, group, dim, size)
+        return kept(lambda: _all_gather(x, group, dim, size))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -253,7 +255,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, x.shape[dim]
-        return _reduce_scatter(x, group, dim)
+        return kept(lambda: _reduce_scatter(x, group, dim))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -266,7 +268,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, group: ProcessGroup, send: list[int], receive: list[int]
     ) -> Tensor:
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _all_to_all(x, group, send, receive)
+        return kept(lambda: _all_to_all(x, group, send, receive))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -5,6 +5,7 @@ N = rows sent, R = rows received, H = width of a row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import _all_to_all, _start_all_to_all
+from .keeping import kept, replays
 from .phase import Phase
 from .wire import decode, encode, gradient_dtype
 
@@ -20,7 +22,10 @@ __all__ = ["Flight", "RowExchange", "SlotExchange"]
 
 
 class Flight:
-    """Rows on their way. What is read and written meanwhile lives as long as this or the exchange does."""
+    """Rows on their way. What is read and written meanwhile lives as long as this or the exchange does.
+
+    Where a recomputation `replays`, nothing travels: what is kept comes, zeros in place of other rows.
+    """
 
     def __init__(
         self,
@@ -30,8 +35,15 @@ class Flight:
         receive: Sequence[int],
         wire: torch.dtype | None,
         phase: Phase,
+        *,
+        keep: bool = False,
     ) -> None:
-        self._wire, self._dtype, self._phase = wire, x.dtype, phase
+        self._wire, self._dtype, self._phase, self._keep = wire, x.dtype, phase, keep
+        self._zeros: Tensor | None = None
+        if replays():
+            if not keep:
+                self._zeros = x.new_zeros((sum(receive), *x.shape[1:]))
+            return
         self._sent = encode(x, wire).contiguous()
         with phase:
             self._work, self._arriving = _start_all_to_all(
@@ -40,9 +52,15 @@ class Flight:
 
     def wait(self) -> Tensor:
         """The rows that came. The host waits with gloo, the current stream with NCCL."""
+        if self._zeros is not None:
+            return self._zeros
+        arrived = kept(self._landed, own=True) if self._keep else self._landed()
+        return decode(arrived, self._wire, self._dtype)
+
+    def _landed(self) -> Tensor:
         with self._phase:
             self._work.wait()
-        return decode(self._arriving, self._wire, self._dtype)
+        return self._arriving
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,7 @@ class RowExchange:
         send, receive: rows to and from each.
         phase: its name in an error.
         wire: what they are cast to on the way there; `wire.gradient_dtype` of it on the way back.
+        keep: whether what comes is kept where checkpointing `keep_communicated`.
     """
 
     group: ProcessGroup
@@ -61,10 +80,13 @@ class RowExchange:
     receive: Sequence[int]
     phase: Phase
     wire: torch.dtype | None = None
+    keep: bool = True
 
     def start(self, rows: Tensor) -> Flight:
         """One all-to-all, which goes on by itself."""
-        return Flight(rows, self.group, self.send, self.receive, self.wire, self.phase)
+        return Flight(
+            rows, self.group, self.send, self.receive, self.wire, self.phase, keep=self.keep
+        )
 
     def start_back(self, gradient: Tensor) -> Flight:
         """One all-to-all, the other way, which goes on by itself."""
@@ -83,7 +105,18 @@ class SlotExchange:
     phase: Phase
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the other ranks sent of each: one all-to-all for all tensors."""
+        """What the other ranks sent of each: one all-to-all for all tensors.
+
+        Kept are weights alone: a recomputation has the routing, so that it asks for nothing else.
+        """
+        if replays() and all(x.is_floating_point() for x in tensors):
+            return [kept(functools.partial(_known, x), own=True) for x in tensors]
+        return [
+            kept(functools.partial(_known, part), own=True) if part.is_floating_point() else part
+            for part in self._there(tensors)
+        ]
+
+    def _there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         sizes = [x.element_size() for x in tensors]
         pieces = [
             x.contiguous().view(torch.uint8).view(-1, size)
@@ -102,3 +135,7 @@ class SlotExchange:
         """The gradient of what went there, from that of what came: one all-to-all."""
         with self.phase.backward():
             return _all_to_all(gradient, self.group, list(self.receive), list(self.send))
+
+
+def _known(x: Tensor) -> Tensor:
+    return x

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from .collectives import _all_gather, _all_reduce, _chunk
 from .exchange import Flight, RowExchange, SlotExchange
+from .keeping import kept
 from .phase import Phase
 
 __all__ = [
@@ -307,7 +308,7 @@ class _SumLinked(torch.autograd.Function):
         # first asked for, and stops at the last one: with one here, which every rank asks for before
         # anything else of this layer, all ranks run the recomputation's collectives at the same point.
         ctx.save_for_backward(link)
-        return _all_reduce(partial, group)
+        return kept(lambda: _all_reduce(partial, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:

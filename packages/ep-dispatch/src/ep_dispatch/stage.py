@@ -171,14 +171,20 @@ class Stage:
         return SlotExchange(self.group, hop.sent, hop.received, phase)
 
     def row_exchange(
-        self, hop: Hop, wire: torch.dtype | None, phase: Phase, *, back: bool = False
+        self,
+        hop: Hop,
+        wire: torch.dtype | None,
+        phase: Phase,
+        *,
+        back: bool = False,
+        keep: bool = False,
     ) -> RowExchange:
         """Rows to the ranks that own their experts, or `back` from them."""
         assert self.group is not None
         send, receive = hop.send_sizes, hop.receive_sizes
         if back:
             send, receive = receive, send
-        return RowExchange(self.group, send, receive, phase, wire)
+        return RowExchange(self.group, send, receive, phase, wire, keep)
 
 
 def complete(hops: Sequence[Hop], rows: Tensor) -> list[Hop]:

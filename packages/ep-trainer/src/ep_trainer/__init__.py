@@ -2,6 +2,8 @@
 
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
+from ep_trainer.chunked_loss import chunk_loss
+from ep_trainer.cross_entropy import chunked_cross_entropy
 from ep_trainer.in_backward import StepInBackward
 from ep_trainer.meters import ExpertLoad, Memory, Meter, Speed
 from ep_trainer.muon import Muon
@@ -22,4 +24,6 @@ __all__ = [
     "Speed",
     "StepInBackward",
     "WorldGradScaler",
+    "chunk_loss",
+    "chunked_cross_entropy",
 ]

@@ -21,10 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from ep_dispatch import keep_communicated
 
 Batch = Mapping[str, Any]
 
@@ -254,6 +257,26 @@ class ShiftingSmoother(LabelSmoother):
         )
 
 
+def checkpoint_selectively(model: Any) -> None:
+    """Let `model` understand `"selective"` among the keyword arguments of its checkpointing.
+
+    Both versions hand the function that checkpoints, with those arguments, to one private method.
+    """
+    own = model._set_gradient_checkpointing
+
+    @functools.wraps(own)
+    def enable(enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any) -> None:
+        keywords = dict(getattr(gradient_checkpointing_func, "keywords", {}))
+        if keywords.pop("selective", False):
+            keywords |= {"use_reentrant": False, "context_fn": keep_communicated}
+        if gradient_checkpointing_func is not None:
+            function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
+            kwargs["gradient_checkpointing_func"] = functools.partial(function, **keywords)
+        own(enable=enable, **kwargs)
+
+    own.__self__._set_gradient_checkpointing = enable
+
+
 def use_cpu_ranks(args: TrainingArguments) -> None:
     """Have `args` see the gloo ranks of this launch.
 
@@ -409,6 +432,8 @@ __all__ = [
     "HookedTrainer",
     "LengthGroupedSampler",
     "ShiftingSmoother",
+    "causal_lm_loss",
+    "checkpoint_selectively",
     "generators",
     "is_traceable_wrapper_subclass",
     "maybe_install_capturing_hooks",

@@ -83,6 +83,17 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
             f"optim={_value(args.optim)!r}: it works on whole matrices, a rank has shards; pass "
             "adamw_torch_fused, adamw_torch or sgd"
         )
+    kwargs: Any = args.gradient_checkpointing_kwargs or {}  # mirrors the newer name
+    if kwargs.get("selective") not in (None, True, False):
+        yield (
+            f"activation_checkpointing_kwargs: selective={kwargs['selective']!r}; it is True (nothing is "
+            "sent again in backward) or False"
+        )
+    if kwargs.get("selective") and (kwargs.get("use_reentrant") or "context_fn" in kwargs):
+        yield (
+            "activation_checkpointing_kwargs: selective=True brings use_reentrant=False and a context_fn "
+            "of its own; leave both out"
+        )
     if args.torch_compile and layout.world_size > 1:
         yield "torch_compile=True: not supported with sharded experts in this version"
 

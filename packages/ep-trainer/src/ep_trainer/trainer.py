@@ -29,6 +29,7 @@ from ep_trainer.balancing import BalancingLoss
 from ep_trainer.checkpoint.options import CheckpointOptions
 from ep_trainer.checkpoint.training import CheckpointingTrainer
 from ep_trainer.checks import check_arguments, check_devices, check_model, check_saves
+from ep_trainer.chunked_loss import chunk_loss
 from ep_trainer.data import check_shared, count_labels, without_fillers
 from ep_trainer.meters import Meter
 from ep_trainer.numerics import Numerics
@@ -61,6 +62,8 @@ class EPTrainer(CheckpointingTrainer):
         optim_in_backward: step each parameter when backward has its gradient, and free that
             (`StepInBackward`). Not with clipping, accumulation, fp16 or `"skip"`, which need all
             gradients at once.
+        loss_chunk_tokens: so many tokens' logits exist at one time in training, see
+            `ep_trainer.chunk_loss`; None: those of the whole batch.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
@@ -75,6 +78,7 @@ class EPTrainer(CheckpointingTrainer):
         checkpoint_options: CheckpointOptions | None = None,
         on_nonfinite: str = "stop",
         optim_in_backward: bool = False,
+        loss_chunk_tokens: int | None = None,
         **named: Any,
     ) -> None:
         self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
@@ -102,6 +106,17 @@ class EPTrainer(CheckpointingTrainer):
             )
         if self.mesh is None and self.model is not None:
             check_model(self.model)
+        if "selective" in (self.args.gradient_checkpointing_kwargs or {}):
+            _compat.checkpoint_selectively(self.model)
+        self._chunks_loss = loss_chunk_tokens is not None
+        if loss_chunk_tokens is not None and self.model is not None:
+            if self.compute_loss_func is not None:
+                raise ValueError(
+                    "loss_chunk_tokens with compute_loss_func: a loss of one's own is given logits, which a "
+                    "chunked loss doesn't make. Leave one of them out."
+                )
+            smoothing = self.args.label_smoothing_factor
+            chunk_loss(self.model, loss_chunk_tokens, label_smoothing=smoothing)
 
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
@@ -270,6 +285,13 @@ class EPTrainer(CheckpointingTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """This shard's share of the loss, its auxiliary loss that of the global batch."""
+        if self._chunks_loss and model.training and self.label_smoother is not None:
+            # The chunked loss smooths the labels itself; without logits there is nothing else to do it.
+            smoother, self.label_smoother = self.label_smoother, None
+            try:
+                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            finally:
+                self.label_smoother = smoother
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         balanced = self._balancing is not None and "labels" in inputs and not own_loss
         mask = inputs.get("attention_mask") if balanced else None
