@@ -1,6 +1,7 @@
 """How it learns: a transformers Trainer for expert-parallel models."""
 
 from ep_trainer.accelerator import LayoutAccelerator
+from ep_trainer.bias_balancing import BiasBalancing
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
 from ep_trainer.chunked_loss import chunk_loss
 from ep_trainer.cross_entropy import chunked_cross_entropy
@@ -12,6 +13,7 @@ from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
 
 __all__ = [
+    "BiasBalancing",
     "CheckpointError",
     "CheckpointOptions",
     "EPTrainer",

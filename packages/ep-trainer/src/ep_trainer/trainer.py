@@ -35,6 +35,7 @@ from ep_trainer.meters import Meter
 from ep_trainer.numerics import Numerics
 from ep_trainer.optim import split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
+from ep_trainer.z_loss import RouterZLoss
 
 RealRows = tuple[int, int] | None
 """Rows of a batch that are in the global batch, and rows of it in all; None: no row only fills up."""
@@ -64,6 +65,9 @@ class EPTrainer(CheckpointingTrainer):
             gradients at once.
         loss_chunk_tokens: so many tokens' logits exist at one time in training, see
             `ep_trainer.chunk_loss`; None: those of the whole batch.
+    `loss_chunk_tokens`: so many tokens' logits exist at one time in training, see
+    `ep_trainer.chunk_loss`; None: those of the whole batch. `router_z_loss_coef`: the weight of
+    ST-MoE's router z-loss, the mean over the tokens of a step, added up over the layers.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
@@ -79,6 +83,7 @@ class EPTrainer(CheckpointingTrainer):
         on_nonfinite: str = "stop",
         optim_in_backward: bool = False,
         loss_chunk_tokens: int | None = None,
+        router_z_loss_coef: float = 0.0,
         **named: Any,
     ) -> None:
         self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
@@ -92,6 +97,8 @@ class EPTrainer(CheckpointingTrainer):
         self._init_checkpoints(checkpoint_options)
         self._runner: PipelineRunner | None = None
         self._items_in_step: Any = None
+        self._z_loss: RouterZLoss | None = None
+        self._tokens_in_step: Tensor | None = None
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
@@ -106,6 +113,8 @@ class EPTrainer(CheckpointingTrainer):
             )
         if self.mesh is None and self.model is not None:
             check_model(self.model)
+        if router_z_loss_coef and self.model is not None:
+            self._z_loss = RouterZLoss(self.model, router_z_loss_coef, self.mesh)
         if "selective" in (self.args.gradient_checkpointing_kwargs or {}):
             _compat.checkpoint_selectively(self.model)
         self._chunks_loss = loss_chunk_tokens is not None
@@ -180,6 +189,14 @@ class EPTrainer(CheckpointingTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
         """The micro-batches of a step and the label tokens in them, over all data shards."""
+        batches, items = self._batches_of_step(epoch_iterator, num_batches, device)
+        if self._z_loss is not None and batches:
+            self._tokens_in_step = self._z_loss.count(batches, device)
+        return batches, items
+
+    def _batches_of_step(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
         if self.mesh is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return, unused-ignore]
         batches: list[Any] = []
@@ -295,6 +312,7 @@ class EPTrainer(CheckpointingTrainer):
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         balanced = self._balancing is not None and "labels" in inputs and not own_loss
         mask = inputs.get("attention_mask") if balanced else None
+        labels = {"labels": inputs["labels"]} if "labels" in inputs else {}
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
@@ -304,7 +322,21 @@ class EPTrainer(CheckpointingTrainer):
             loss = self._balancing.over_global_batch(
                 loss, outputs, mask, weight=shards, real_rows=self._real_rows
             )
+        if self._z_loss is not None and self._tokens_in_step is not None and model.training:
+            term = self._z_loss.of({**inputs, **labels}, self._tokens_in_step)
+            if not self._is_scaled(num_items_in_batch):
+                # Divided again by whoever called this.
+                term = term * self.current_gradient_accumulation_steps
+            loss = loss + term.to(loss.device)
         return (loss, outputs) if return_outputs else loss
+
+    def _is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Whether the loss is that of its part of the step already, not of a micro-batch."""
+        told = getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None:
+            return bool(told)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counted or self.compute_loss_func is not None
 
     # -- gradients and optimizer
 

@@ -1,0 +1,163 @@
+"""Balancing without an auxiliary loss: a bias on the experts' scores, moved after each optimizer step.
+
+    T tokens that a layer sees, K experts per token, E experts of a layer, L layers
+
+Source: DeepSeek-V3 technical report (2024), section 2.1.2; Wang et al., Auxiliary-Loss-Free Load
+Balancing (2024), whose rules "sign" and "proportional" these are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import TrainerCallback
+
+from ep_plans import local, parallel_state
+from ep_trainer.moe_layers import MoELayer, TrainingForward, moe_layers, seen_by, tokens_of
+
+BIAS_NAMES = ("e_score_correction_bias", "expert_bias")
+"""What released models call the bias that their routers add to the scores to choose by."""
+
+
+class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Raises the bias of experts that got too few tokens in a step, lowers that of the others.
+
+    For models whose routers have such a bias (DeepSeek-V3, GLM-4-MoE, MiniMax-M2, ...: `BIAS_NAMES`), with
+    `EPTrainer` or `transformers.Trainer`. The bias is changed in place, so it is the model's and is saved
+    with it.
+
+    Counted are the routes of the tokens of the global batch: of all micro-batches since the last step
+    and all ranks, each token once. Not: padding, rows without a label, evaluation, and what activation
+    checkpointing runs again.
+
+    Args:
+        rate: how far the bias moves in a step.
+        rule: "sign": by `rate` up or down; "proportional": by `rate` times the distance from the mean
+            load in shares of that.
+
+    Raises:
+        ValueError: when training begins, if no layer has such a bias, or one of 16 bits, which rounds such
+            steps away.
+
+    Cost: one all-reduce of [L, E] numbers per optimizer step; no host synchronization.
+    """
+
+    def __init__(
+        self, rate: float = 1e-3, *, rule: Literal["sign", "proportional"] = "sign"
+    ) -> None:
+        if not rate > 0:
+            raise ValueError(f"rate must be positive, got {rate}.")
+        if rule not in ("sign", "proportional"):
+            raise ValueError(f'rule must be "sign" or "proportional", got {rule!r}.')
+        self.rate, self.rule = rate, rule
+        self._layers: list[tuple[MoELayer, Tensor]] = []
+        self._counts: list[Tensor] = []
+        self._tokens: Tensor | None = None
+        self._tp = (1, 0)
+        self._forward: TrainingForward | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Find the biases and watch the experts."""
+        self.on_train_end()
+        self._layers = _biased_layers(model)
+        self._counts = [
+            torch.zeros(bias.numel(), dtype=torch.float64, device=local(bias).device)
+            for _, bias in self._layers
+        ]
+        parallel = parallel_state(model)
+        self._tp = (
+            (1, 0)
+            if parallel is None
+            else (parallel.mesh.size("tp"), parallel.mesh.coordinate("tp"))
+        )
+        self._forward = TrainingForward(model, self._begin)
+        for (layer, _), counts in zip(self._layers, self._counts, strict=True):
+            hook = self._counter(layer, counts)
+            self._forward.add(layer.experts.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the model as it was, but for the biases."""
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the biases. Every rank calls."""
+        if not self._counts:
+            return
+        sizes = [len(counts) for counts in self._counts]
+        loads = torch.cat([counts.to(self._counts[0].device) for counts in self._counts])
+        if dist.is_initialized():
+            dist.all_reduce(loads)
+        for (_, bias), load, counts in zip(
+            self._layers, loads.split(sizes), self._counts, strict=True
+        ):
+            short = load.mean() - load
+            step = short.sign() if self.rule == "sign" else short / load.mean().clamp(min=1)
+            _add(bias, self.rate * step)
+            counts.zero_()
+
+    def _begin(self, kwargs: Any) -> None:
+        self._tokens = tokens_of(kwargs)
+
+    def _counter(self, layer: MoELayer, counts: Tensor) -> Any:
+        # The ranks of a TP group see the same tokens, unless each has a slice or its experts' part.
+        counts_here = layer.sliced or layer.masked is not None or self._tp[1] == 0
+
+        def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+            assert self._forward is not None
+            if not self._forward.runs or not counts_here:
+                return
+            ids_TK = next(
+                local(x)
+                for x in (*args, *kwargs.values())
+                if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
+            ).detach()
+            each_T = torch.ones(ids_TK.shape[0], dtype=counts.dtype, device=ids_TK.device)
+            if self._tokens is not None:
+                each_T = seen_by(layer, self._tokens, *self._tp).to(ids_TK.device, counts.dtype)
+            each_TK = each_T[:, None].expand(ids_TK.shape)
+            here_TK = ids_TK.ge(0)
+            if layer.masked is not None:
+                here_TK &= ids_TK.lt(layer.masked)
+            place_TK = (ids_TK.long() + layer.first).clamp(0, len(counts) - 1)
+            counts.index_add_(0, place_TK.reshape(-1), (each_TK * here_TK).reshape(-1))
+
+        return count
+
+
+def _biased_layers(model: nn.Module) -> list[tuple[MoELayer, Tensor]]:
+    found = []
+    for layer in moe_layers(model):
+        named = [*layer.block.named_buffers(), *layer.block.named_parameters()]
+        biases = [x for name, x in named if name.rpartition(".")[2] in BIAS_NAMES]
+        for bias in biases[:1]:
+            if bias.dtype in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{layer.name}: the bias of its router is {bias.dtype}, which rounds steps of a "
+                    "thousandth away: keep it in float32 (bias.data = bias.data.float())."
+                )
+            found.append((layer, bias))
+    if not found:
+        raise ValueError(
+            f"BiasBalancing needs routers with a bias to choose experts by ({', '.join(BIAS_NAMES)}), and "
+            f"{type(model).__name__} has none: use its auxiliary loss (output_router_logits=True)."
+        )
+    return found
+
+
+def _add(bias: Tensor, step: Tensor) -> None:
+    """Add in place, to this rank's part of a bias that is sharded."""
+    step = step.to(bias.dtype).view(bias.shape)
+    with torch.no_grad():
+        if isinstance(bias, DTensor):
+            part = distribute_tensor(step, bias.device_mesh, bias.placements, src_data_rank=None)
+            bias.to_local().add_(part.to_local())
+        else:
+            bias.add_(step.to(bias.device))

@@ -1,0 +1,140 @@
+"""The MoE layers of a model, as hooks need them, and which tokens of a batch each of them sees.
+
+B rows of a batch, S positions, T tokens that a layer sees, E experts of a layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ep_dispatch.collectives import chunk_bounds
+from ep_plans import num_experts_of, parallel_state
+from ep_trainer.data import IGNORED
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One layer with stacked experts.
+
+    Attributes:
+        name: of the experts module.
+        experts: that module.
+        block: the module around it.
+        num_experts: E, of all ranks.
+        first: what its expert ids count from: the rank's first expert, where a router masks.
+        masked: the id that means "on another rank" there, else None.
+        sliced: whether it sees this TP rank's slice of the sequence.
+    """
+
+    name: str
+    experts: nn.Module
+    block: nn.Module
+    num_experts: int
+    first: int = 0
+    masked: int | None = None
+    sliced: bool = False
+
+    @property
+    def router(self) -> nn.Module | None:
+        """The router beside the experts, by the names that released models give it."""
+        children = dict(self.block.named_children())
+        return children.get("gate", children.get("router"))
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The layers with stacked experts, in the model's order."""
+    state = parallel_state(model)
+    modules = dict(model.named_modules())
+    layers = []
+    for name, module in modules.items():
+        number = num_experts_of(module)
+        stacked = any(p.ndim == 3 for p in module.parameters(recurse=False))
+        if number is None or not stacked:
+            continue
+        block = modules[name.rpartition(".")[0]]
+        if state is None or name not in state.plans.experts:
+            layers.append(MoELayer(name, module, block, number))
+            continue
+        masks = name in state.plans.masked
+        slices = state.config.enable_sequence_parallel and state.config.tp_size > 1
+        layers.append(
+            MoELayer(
+                name,
+                module,
+                block,
+                number * state.mesh.size("ep"),
+                first=state.mesh.coordinate("ep") * number if masks else 0,
+                masked=number if masks else None,
+                sliced=slices and not masks,
+            )
+        )
+    return layers
+
+
+def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:
+    """[B, S] bool, the tokens of a batch that are trained on; None if the batch doesn't tell.
+
+    Not: those that a two-dimensional `attention_mask` hides, and rows without any label (those that fill
+    up a last batch among them).
+    """
+    ids, mask, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    shown = next((x for x in (ids, labels) if isinstance(x, Tensor) and x.ndim == 2), None)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and (shown is None or mask.shape == shown.shape):
+        tokens = mask.ne(0)
+    elif shown is not None:
+        tokens = torch.ones_like(shown, dtype=torch.bool)
+    else:
+        return None
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape:
+        tokens = tokens & labels.ne(IGNORED).any(1, keepdim=True)
+    return tokens
+
+
+def seen_by(layer: MoELayer, tokens_BS: Tensor, tp: int, tp_rank: int) -> Tensor:
+    """[T], those of `tokens_BS` that a layer sees on this rank, in its order."""
+    if layer.sliced:
+        start, end = chunk_bounds(tokens_BS.shape[1], tp, tp_rank)
+        tokens_BS = tokens_BS[:, start:end]
+    return tokens_BS.reshape(-1)
+
+
+class TrainingForward:
+    """Tells hooks inside a model whether its training forward runs.
+
+    Not in evaluation, not without gradients, and not when activation checkpointing runs a layer again,
+    since the model's own forward is over then.
+    """
+
+    def __init__(self, model: nn.Module, begin: Callable[[Any], None]) -> None:
+        """Watch `model`; `begin` is called with the arguments by name as such a forward begins."""
+        self.runs = False
+        self._begin = begin
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Remove this hook too when the watch ends."""
+        self._handles.append(handle)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.runs = False
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.runs = module.training and torch.is_grad_enabled()
+        if self.runs:
+            self._begin(kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.runs = False
