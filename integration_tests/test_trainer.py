@@ -154,7 +154,7 @@ SAMPLE: list[tuple[dict[str, Any], bool]] = [
     ({"tp_size": 2, "fsdp_size": 4, "ep_size": 4}, True),
     ({"fsdp_size": 8, "ep_size": 8}, False),
     ({"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4}, True),
-    ({"tp_size": 4, "fsdp_size": 2, "ep_size": 4, "enable_sequence_parallel": True}, False),
+    ({"tp_size": 4, "fsdp_size": 2, "ep_size": 4, "enable_sequence_parallel": True}, True),
 ]
 
 
@@ -176,8 +176,7 @@ def every_layout() -> list[tuple[dict[str, Any], bool]]:
         for sizes in layouts
         if sizes["tp_size"] > 1 and "ep_implementation" not in sizes
     ]
-    both = [(sizes, auxiliary) for sizes in layouts for auxiliary in (False, True)]
-    return both + [(sizes, False) for sizes in sliced]
+    return [(sizes, auxiliary) for sizes in layouts + sliced for auxiliary in (False, True)]
 
 
 def name(value: Any) -> str:

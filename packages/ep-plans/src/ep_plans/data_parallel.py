@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import per_parameter_mesh
 from ep_plans.patterns import is_below
+from ep_plans.prefetch import order_gathers
 from ep_plans.resolve import Plans
 from ep_plans.sharding import ParameterSharding
 from ep_plans.styles import FSDP_STYLES
@@ -42,6 +43,7 @@ def apply_fsdp(
         if any(sharding.data_axis is not None for sharding in inside):
             units.shard_experts(name)
     if all(sharding.data_axis in (None, "efsdp") for sharding in shardings.values()):
+        order_gathers(model)
         return
     done = units.shard_float32(plans.fsdp)
     fsdp = {name: style for name, style in plans.fsdp.items() if name not in done}
@@ -56,6 +58,7 @@ def apply_fsdp(
         for name in kept:
             units.shard([name], reshard=False)
     units.shard([""], reshard=None)
+    order_gathers(model)
 
 
 class _Units:

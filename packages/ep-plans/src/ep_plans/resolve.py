@@ -116,7 +116,6 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     )
     cut = [name for name, style in ep.items() if STYLES[style].scope is Scope.EXPERT_WEIGHT]
     check_experts(model, plans.experts, cut, ep, config)
-    _check_router_logits(model, config)
     check_pairs(model, tp)
     check_attention(model, tp, config.tp_size)
     for name, style in (*tp.items(), *ep.items()):
@@ -133,6 +132,15 @@ def _check_router_logits(model: nn.Module, config: DistributedConfig) -> None:
         raise ValueError(
             "enable_sequence_parallel=True with output_router_logits=True: routers see slices of the "
             "sequence then, and the model's auxiliary loss needs whole ones. Set one of them to False."
+def check_stages(config: DistributedConfig) -> None:
+    """Nothing builds pipeline stages yet. For callers that build or load before they resolve.
+
+    Raises:
+        ValueError: `pp_size > 1`.
+    """
+    if config.pp_size > 1:
+            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
+            "fsdp_size, dp_replicate_size and ep_size."
         )
 
 

@@ -9,6 +9,7 @@ a layer a child is one of three:
   rules is a region of its own;
 - a region (attention, a dense MLP, a block whose experts mask routes or are sharded by TP): its input
   is gathered, its output split again.
+Router logits that the model gives back, for a loss on them, are gathered where it gives them back.
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022).
 
 Shapes: B batch, S sequence, H hidden size; a slice is [B, S / tp, H], or [B * S / tp, H] inside a block.
@@ -123,6 +124,12 @@ def install_sequence_parallel(
         here[-1].register_forward_hook(gather_last)
     for name, _ in _regions(layers_name, layers, plans):
         _install_region(model.get_submodule(name), group, sequence)
+    dispatched = _dispatched(plans)
+    if dispatched:
+        stack = model.get_submodule(layers_name.rpartition(".")[0])
+        stack.register_forward_hook(
+            _router_logits_of(group, sequence, all_on_slices=len(dispatched) == len(plans.experts))
+        )
 
 
 def partial_on_slices(model: nn.Module, plans: Plans) -> set[str]:
@@ -222,6 +229,31 @@ def _install_region(module: nn.Module, group: ProcessGroup, sequence: _Sequence)
         return change_output(split, forward(*args, **kwargs))
 
     around_forward(module, run)
+
+
+def _router_logits_of(group: ProcessGroup, sequence: _Sequence, *, all_on_slices: bool) -> Any:
+    """A hook that gives back router logits of the whole sequence, [B * S, E] of each layer.
+
+    All ranks compute the same loss of them, and each takes its slice's part of the gradient.
+    """
+
+    def whole(logits: Tensor) -> Tensor:
+        batched = _as_3d(logits, group, sequence)
+        return gather_over_group(batched, group, 1, size=sequence.size).flatten(0, 1)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        logits = output.get("router_logits") if isinstance(output, dict) else None
+        if logits and not all_on_slices:
+            raise ValueError(
+                "enable_sequence_parallel=True with output_router_logits=True: some experts of this model "
+                "are dispatched and some not, so that some routers see slices of the sequence. Give all "
+                "of them one style, or set one of the two to False."
+            )
+        if logits:
+            output["router_logits"] = tuple(whole(x) for x in logits)
+        return output
+
+    return hook
 
 
 def _as_3d(x: Tensor, group: ProcessGroup, sequence: _Sequence) -> Tensor:
