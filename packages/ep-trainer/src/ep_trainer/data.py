@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,44 @@ def without_fillers(batch: Batch, real: int) -> Batch:
             masked[name] = labels.clone()
             masked[name][real:] = IGNORED
     return masked
+
+
+def sequence_starts(batch: Batch) -> list[int]:
+    """Where the sequences of a batch of one row begin, by positions that start again; else nothing.
+
+    A host synchronization.
+    """
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[0] != 1:
+        return []
+    again = positions[0].diff() != 1
+    return [0, *(again.nonzero()[:, 0] + 1).tolist()]
+
+
+def first_sequences(batch: Batch, starts: Sequence[int], real: int) -> Batch:
+    """The first `real` of the sequences of a row, at least one; whose labels don't count if none is real.
+
+    Args:
+        batch: of one row, as `DataCollatorWithFlattening` makes it.
+        starts: where its sequences begin.
+        real: how many of them are in the global batch, fewer than there are.
+    """
+    kept = max(real, 1)
+    end, size = starts[kept], batch["labels"].shape[1]
+    cut = {
+        name: value[:, :end]
+        if isinstance(value, Tensor) and value.shape[:2] == (1, size)
+        else value
+        for name, value in batch.items()
+    }
+    lengths = [after - before for before, after in pairwise(starts[: kept + 1])]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if isinstance(cut.get(name), Tensor):
+            cut[name] = cut[name][: kept + 1]
+    for name in ("max_length_q", "max_length_k"):
+        if name in cut:
+            cut[name] = max(lengths)
+    return cut if real else without_fillers(cut, 0)
 
 
 def check_shared(batch: Batch, mesh: ParallelMesh) -> None:

@@ -30,7 +30,13 @@ from ep_trainer.checkpoint.options import CheckpointOptions
 from ep_trainer.checkpoint.training import CheckpointingTrainer
 from ep_trainer.checks import check_arguments, check_devices, check_model, check_saves
 from ep_trainer.chunked_loss import chunk_loss
-from ep_trainer.data import check_shared, count_labels, without_fillers
+from ep_trainer.data import (
+    check_shared,
+    count_labels,
+    first_sequences,
+    sequence_starts,
+    without_fillers,
+)
 from ep_trainer.meters import Meter
 from ep_trainer.numerics import Numerics
 from ep_trainer.optim import split_by_mesh
@@ -205,18 +211,27 @@ class EPTrainer(CheckpointingTrainer):
             batch = next(epoch_iterator, None)
             if batch is None:
                 break
-            batch, real_rows = self._global_rows(batch)
+            batch, real_rows = self._global_rows(batch, self.args.per_device_train_batch_size)
             self._real_rows_of[id(batch)] = real_rows
             batches.append(batch)
         self.count_samples(len(batches))
         return batches, self.count_items(batches, device)
 
-    def _global_rows(self, batch: Any) -> tuple[Any, RealRows]:
-        """The batch without the labels of rows that only fill it up; how many rows are real."""
+    def _global_rows(self, batch: Any, samples: int) -> tuple[Any, RealRows]:
+        """The batch without the labels of rows that only fill it up; how many rows are real.
+
+        Of a row that holds the batch's `samples` one after the other, those are cut off.
+        """
         rows = self.accelerator.rows_in_step
         if rows is None or not self._counts_items(batch):
             return batch, None
         held = batch["labels"].shape[0]
+        starts = sequence_starts(batch) if samples > 1 else []
+        if len(starts) == samples:
+            real = min(max(rows - self.accelerator.data_shard * samples, 0), samples)
+            if real < samples:
+                batch = first_sequences(batch, starts, real)
+            return batch, None if real else (0, 1)
         real = min(max(rows - self.accelerator.data_shard * held, 0), held)
         return without_fillers(batch, real), (real, held)
 
@@ -384,7 +399,8 @@ class EPTrainer(CheckpointingTrainer):
         if self.mesh is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return, unused-ignore]
         counted = self._counts_items(inputs) and self.args.average_tokens_across_devices
-        inputs, self._real_rows = self._global_rows(inputs)
+        samples = self.args.per_device_eval_batch_size
+        inputs, self._real_rows = self._global_rows(inputs, samples)
         loss, logits, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
         )
