@@ -13,6 +13,8 @@ from test_trainer import GLOBAL_BATCH, arguments, check_same, curve, data
 from test_trainer import build as build_for_trainer
 from tiny_models import build, qwen3_moe
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ep_mesh import DistributedConfig
 from ep_plans import full_tensor, parallel_state
@@ -82,6 +84,58 @@ def test_loss_and_gradients_are_the_models(
     for errors in ranks.run(on_rank, sizes, changes, bool(changes), world=4, timeout=120):
         worst = max(errors, key=errors.__getitem__)
         assert errors[worst] < 1e-9, (worst, errors[worst])
+
+
+def in_bf16(rank: int) -> list[tuple[str, float]]:
+    """Under FSDP's mixed precision: relative distances of the gradients from those of the plain loss."""
+    sizes = dispatching(tp_size=2, fsdp_size=2, ep_size=2, fsdp_mixed_precision=True)
+    config = DistributedConfig(**sizes)
+    model = parallelize(build(qwen3_moe(), torch.float32), config)
+    part = {key: value[config.layout.batch_of(rank)] for key, value in batch(2).items()}
+    grads = []
+    for chunked in (False, True):
+        if chunked:
+            chunk_loss(model, 5)
+        model.zero_grad()
+        model(**part, use_cache=False).loss.backward()
+        grads.append({name: full_tensor(p.grad) for name, p in model.named_parameters()})
+    plain, found = grads
+    return [(name, ((found[name] - g).norm() / g.norm()).item()) for name, g in plain.items()]
+
+
+def test_in_mixed_precision(ranks: RankPool) -> None:
+    for errors in ranks.run(in_bf16, world=4, timeout=120):
+        for name, error in errors:
+            assert error < 3e-2, (name, error)  # each side rounds a chain of bf16 products
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any new tensor has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def test_no_tensor_of_a_step_has_the_size_of_the_logits() -> None:
+    vocab, tokens = 1000, 64
+    model = build(qwen3_moe(vocab_size=vocab, num_hidden_layers=1), torch.float32)
+    ids = torch.randint(3, vocab, (2, tokens // 2))
+    found = []
+    for chunked in (False, True):
+        if chunked:
+            chunk_loss(model, 8)
+        with Largest() as largest:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append(largest.elements)
+    assert found == [
+        tokens * vocab,
+        vocab * model.config.hidden_size,
+    ]  # then it is the head's weight
 
 
 def train(rank: int, folder: str, chunk: int | None) -> Any:

@@ -76,8 +76,7 @@ def keep_communicated() -> tuple[AbstractContextManager[None], AbstractContextMa
     Kept until the region's backward: of each dispatch the rows received, [R, H] as they travelled, which
     the experts keep for their backward anyway, and a weight per slot; of each combine, all-reduce,
     reduce-scatter and all-gather of activations one result. `symmetric_memory` and rounds of `max_rows`
-    send their rows again. What FSDP gathers is gathered again. Of regions inside each other the innermost
-    counts.
+    send their rows again. Of regions inside each other the innermost counts.
 
     Returns:
         contexts for the forward and for the recomputation.

@@ -41,6 +41,8 @@ def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: f
     """
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"loss_chunk_tokens must be an int of at least 1, got {chunk_tokens!r}.")
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator] # of PEFT: the model that has the loss
     own = getattr(model, "loss_function", None)
     if own is not causal_lm_loss:
         raise ValueError(
@@ -112,7 +114,7 @@ class _ChunkedLoss:
             return logits
         labels, self.labels = self.labels, None
         with local_parameters(self.head):
-            self.total = chunked_cross_entropy(
+            total = chunked_cross_entropy(
                 hidden_states,
                 self.head.weight,
                 labels.to(hidden_states.device),
@@ -123,7 +125,9 @@ class _ChunkedLoss:
                 softcap=self.softcap,
                 group=self.group,
                 vocab_size=self.head.out_features,
-            ).view(1, 1, 1)
+            )
+        # Not a view: as a unit's output that would lose FSDP2's hook when it is changed in place.
+        self.total = total.expand(1, 1, 1).clone()
         return self.total
 
     def loss(
