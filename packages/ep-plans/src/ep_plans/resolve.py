@@ -124,26 +124,6 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     return plans
 
 
-def _check_router_logits(model: nn.Module, config: DistributedConfig) -> None:
-    settings: Any = getattr(model, "config", None)
-    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    wanted = getattr(text, "output_router_logits", False)
-    if wanted and config.enable_sequence_parallel and config.tp_size > 1:
-        raise ValueError(
-            "enable_sequence_parallel=True with output_router_logits=True: routers see slices of the "
-            "sequence then, and the model's auxiliary loss needs whole ones. Set one of them to False."
-def check_stages(config: DistributedConfig) -> None:
-    """Nothing builds pipeline stages yet. For callers that build or load before they resolve.
-
-    Raises:
-        ValueError: `pp_size > 1`.
-    """
-    if config.pp_size > 1:
-            f"pp_size={config.pp_size}: pipeline stages are not in this release. Use tp_size, "
-            "fsdp_size, dp_replicate_size and ep_size."
-        )
-
-
 class _Names:
     """The modules and parameters of a model, and their patterns."""
 

@@ -71,9 +71,8 @@ class EPTrainer(CheckpointingTrainer):
             gradients at once.
         loss_chunk_tokens: so many tokens' logits exist at one time in training, see
             `ep_trainer.chunk_loss`; None: those of the whole batch.
-    `loss_chunk_tokens`: so many tokens' logits exist at one time in training, see
-    `ep_trainer.chunk_loss`; None: those of the whole batch. `router_z_loss_coef`: the weight of
-    ST-MoE's router z-loss, the mean over the tokens of a step, added up over the layers.
+        router_z_loss_coef: the weight of ST-MoE's router z-loss, the mean over the tokens of a step,
+            added up over the layers.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
