@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import plan_parameters, resolve_plans
+from ep_plans.sizes import experts_per_token
 from expert_parallel import parallelize
 from expert_parallel.cli.models import build_on_meta
-from expert_parallel.cli.traffic import distinct_other_ranks, number_of, step_traffic
+from expert_parallel.cli.traffic import distinct_other_ranks, step_traffic
 
 FSDP_PLAN = {
     "model.embed_tokens": "free_full_weight",
@@ -121,7 +122,7 @@ def test_distinct_ranks_are_those_of_brute_force(experts: int, ranks: int, slots
 
 def test_a_config_without_the_number_is_told() -> None:
     with pytest.raises(ValueError, match="experts per token of Linear is not known"):
-        number_of(torch.nn.Linear(1, 1), ("num_experts_per_tok",), "the experts per token")
+        experts_per_token(torch.nn.Linear(1, 1))
 
 
 class Sent(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from ep_plans.accumulation import no_sync
 from ep_plans.checks import check_ep_options
+from ep_plans.flops import Attention, Flops, ModelFlops, model_flops
 from ep_plans.gradients import GradNorm, clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from ep_plans.nonfinite import NonFinite, find_nonfinite, local_part
 from ep_plans.parallelize import ParallelState, parallel_state, parallelize
@@ -36,9 +37,12 @@ from ep_plans.styles.base import (
 )
 
 __all__ = [
+    "Attention",
     "Context",
     "Cut",
+    "Flops",
     "GradNorm",
+    "ModelFlops",
     "Moved",
     "NonFinite",
     "OtherStageError",
@@ -69,6 +73,7 @@ __all__ = [
     "local",
     "local_parameters",
     "local_part",
+    "model_flops",
     "no_sync",
     "num_experts_of",
     "parallel_state",

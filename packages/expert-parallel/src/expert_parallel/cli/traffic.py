@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from ep_mesh import DistributedConfig
 from ep_plans import ParameterSharding, Plans, num_experts_of
 from ep_plans.sequence import moved_by_slices
+from ep_plans.sizes import experts_per_token, hidden_size
 from ep_plans.styles import FSDP_STYLES, STYLES
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
@@ -105,6 +105,8 @@ def _activations(
     layout, modules = config.layout, dict(model.named_modules())
     hidden = number_of(model, HIDDEN, "the hidden size")
     slots = number_of(model, _SLOTS, "the experts per token") if plans.experts else 0
+    hidden = hidden_size(model)
+    slots = experts_per_token(model) if plans.experts else 0
 
     def add(axis: str, reduced: float, gathered: float) -> None:
         ring = token_bytes * (layout.size(axis) - 1) / layout.size(axis)
@@ -176,19 +178,3 @@ def _is_resharded(name: str, plans: Plans) -> bool:
         if path in plans.fsdp:
             return FSDP_STYLES[plans.fsdp[path]]
     return False  # the unit of the whole model is kept
-
-
-def number_of(model: nn.Module, names: tuple[str, ...], what: str) -> int:
-    """A number of the model's (text) config.
-
-    Raises:
-        ValueError: it has none of these names.
-    """
-    settings: Any = getattr(model, "config", None)
-    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
-    for name in names:
-        if isinstance(number := getattr(text, name, None), int):
-            return number
-    raise ValueError(
-        f"{what} of {type(model).__name__} is not known: its config has none of {', '.join(names)}."
-    )
