@@ -34,6 +34,7 @@ ALLOWED = {
 OPTIONAL = {
     "ep_kernels": {"triton", "deep_gemm"},
     "ep_dispatch": {"triton", "deep_gemm", "transformers", "torchtitan"},
+    "ep_trainer": {"matplotlib"},
     "expert_parallel": {"matplotlib", "tokenizers"},
 }
 # Modules that are private though their names do not say so.

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import parallelize
 from ep_testing import RankPool
-from ep_trainer import EPTrainer, ExpertLoad, Memory, Speed
+from ep_trainer import EPTrainer
 
 SIZES = {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}
 LENGTH = 6
@@ -313,45 +313,3 @@ def test_a_model_that_nobody_sharded_is_refused_on_several_ranks(
     ranks: RankPool, tmp_path: Any
 ) -> None:
     assert all("not sharded" in text for text in ranks.run(unsharded, str(tmp_path), world=2))
-
-
-# -- meters
-
-
-def measure(rank: int, folder: str, checkpointing: bool) -> tuple[Any, ...]:
-    load, memory = ExpertLoad(), Memory()
-    args = arguments(
-        folder,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        gradient_checkpointing=checkpointing,
-    )
-    trainer = EPTrainer(sharded(), args, pad, Rows(48), Rows(8), callbacks=[load, memory, Speed()])
-    counts = []
-    read = load.metrics
-
-    def metrics() -> dict[str, float]:
-        counts.append([int(count.sum() * load._weight) for count in load._counts.values()])
-        return read()
-
-    load.metrics = metrics
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return counts, load.history, logs, memory.per_rank
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_meters_count_each_token_of_training_once(
-    ranks: RankPool, tmp_path: Any, checkpointing: bool
-) -> None:
-    results = ranks.run(measure, str(tmp_path), checkpointing, world=4)
-    routes = 2 * 2 * 2 * LENGTH * 2  # micro-batches, shards, rows, tokens, experts of a token
-    total = torch.tensor([counts for counts, *_ in results]).sum(0)
-    assert total.tolist() == [[routes] * 2] * 3, "in two layers, at three logs"
-    for _, history, logs, memory in results:
-        assert [shares.shape for shares in history] == [(2, 8)] * 3
-        assert all(torch.allclose(s.sum(1), torch.ones(2).double()) for s in history)
-        assert logs[0]["expert_load_max"] >= 1
-        assert logs[-1]["tokens_per_second_per_rank"] > 0
-        assert len(memory) == 4

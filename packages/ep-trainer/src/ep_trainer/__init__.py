@@ -11,6 +11,7 @@ from ep_trainer.muon import Muon
 from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
+from ep_trainer.meters import ExpertLoad, JsonLines, Memory, Meter, Speed
 
 __all__ = [
     "BiasBalancing",
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointOptions",
     "EPTrainer",
     "ExpertLoad",
+    "JsonLines",
     "LayoutAccelerator",
     "Memory",
     "Meter",

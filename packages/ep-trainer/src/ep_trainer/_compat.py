@@ -399,6 +399,16 @@ def rebalance_for(sampler: BatchRebalanceSampler, shards: int, shard: int) -> Ba
     )
 
 
+def in_backward() -> bool:
+    """Whether autograd runs backward now: what runs forward meanwhile is computed again.
+
+    torch 2.11 to 2.13. Unknown, so False, while torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def remember_data_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
     """Have accelerate free the loader with the others."""
     accelerator._dataloaders.append(loader)
@@ -440,6 +450,7 @@ __all__ = [
     "new_low_bit_state",
     "prepared",
     "push_checkpoint",
+    "in_backward",
     "rank_in_worker_seed",
     "rebalance_for",
     "remember_data_loader",

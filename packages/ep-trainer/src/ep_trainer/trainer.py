@@ -39,6 +39,9 @@ from ep_trainer.data import (
 )
 from ep_trainer.meters import Meter
 from ep_trainer.numerics import Numerics
+from ep_trainer.checks import check_arguments, check_devices, check_model, check_resume, check_saves
+from ep_trainer.data import check_shared, count_labels, without_fillers
+from ep_trainer.meters.base import Collector, Meter
 from ep_trainer.optim import split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.z_loss import RouterZLoss
@@ -104,6 +107,7 @@ class EPTrainer(CheckpointingTrainer):
         self._items_in_step: Any = None
         self._z_loss: RouterZLoss | None = None
         self._tokens_in_step: Tensor | None = None
+        self._collect = Collector()
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
@@ -434,6 +438,7 @@ class EPTrainer(CheckpointingTrainer):
                 logs.update(meter.metrics())
             if self._numerics.skipped_steps:
                 logs["skipped_steps"] = self._numerics.skipped_steps
+            logs.update(self._collect(self._meters, self.args.device))
         super().log(logs, start_time)
 
     @property
@@ -443,8 +448,10 @@ class EPTrainer(CheckpointingTrainer):
     def _measure(self, inputs: Any) -> None:
         ids = self.real_part(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
         if isinstance(ids, Tensor):
+            share = self.layout.data_parallel_size / self.layout.world_size
             for meter in self._meters:
                 meter.count(ids.numel() / self.get_tp_size())
+                meter.count(ids.numel() * share, ids.shape[-1])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; every rank gets all predictions, each sample once, in the dataset's order."""

@@ -1,0 +1,126 @@
+"""What a meter is, and the one all-reduce that all of them share.
+
+[Note: one all-reduce for all meters]
+Each meter has a vector of numbers, as long on every rank, that is added up over all ranks; the
+vectors travel as one. What is no sum gets a place per rank, which only that rank fills: then every
+rank knows all values, and the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import TrainerCallback
+
+Shared = TypeVar("Shared")
+
+
+class Meter(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """A callback whose `metrics` `EPTrainer` adds to each training log, for every logger to see."""
+
+    def count(self, tokens: float, sequence_length: int) -> None:
+        """This rank's share of a micro-batch's input tokens, in rows of `sequence_length`.
+
+        The ranks that hold the same batch have equal shares, which add up to its tokens.
+        """
+
+    def sums(self) -> Tensor:
+        """This rank's numbers since the last log, float64 [n], to be added up over all ranks.
+
+        Called on every rank, once per log; n is the same on every rank and at each log.
+        """
+        return torch.zeros(0, dtype=torch.float64)
+
+    def metrics(self, totals: Tensor) -> dict[str, float]:
+        """The log's numbers, from the sums over all ranks, float64 [n] on the CPU.
+
+        Called on every rank after `sums`.
+        """
+        return {}
+
+    def details(self) -> dict[str, Any]:
+        """More of the last log, for files; what JSON knows."""
+        return {}
+
+
+class Collector:
+    """Brings together what the meters of all ranks counted.
+
+    Cost of a log: one all-reduce of the float64 numbers of all meters, and one copy to the host.
+    """
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def __call__(self, meters: Sequence[Meter], device: torch.device) -> dict[str, float]:
+        """The numbers of a log.
+
+        Raises:
+            ValueError: the ranks have different meters; at the first log, on all of them.
+        """
+        parts = [meter.sums() for meter in meters]
+        spread = dist.is_initialized() and dist.get_world_size() > 1
+        if spread and not self._checked:
+            self._check(
+                [
+                    (type(meter).__name__, len(part))
+                    for meter, part in zip(meters, parts, strict=True)
+                ]
+            )
+            self._checked = True
+        if not meters:
+            return {}
+        place = device if spread else torch.device("cpu")
+        numbers = torch.cat([part.to(place, torch.float64) for part in parts])
+        if spread:
+            dist.all_reduce(numbers)
+        found: dict[str, float] = {}
+        for meter, part in zip(
+            meters, numbers.cpu().split([len(part) for part in parts]), strict=True
+        ):
+            found.update(meter.metrics(part))
+        return found
+
+    @staticmethod
+    def _check(meters: list[tuple[str, int]]) -> None:
+        everyone = gathered(meters)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                raise ValueError(
+                    f"rank 0 measures {_told(everyone[0])}, rank {rank} {_told(theirs)}: give the "
+                    "trainer the same callbacks on every rank, in the same order."
+                )
+
+
+def _told(meters: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} ({size} numbers)" for name, size in meters) or "nothing"
+
+
+def world_size() -> int:
+    """Ranks of the world; 1 without `torch.distributed`."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    """This rank of the world; 0 without `torch.distributed`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def own_place(values: Sequence[float]) -> Tensor:
+    """A place for each rank, filled on this one: float64 [world * n], see the note above."""
+    places = torch.zeros(world_size(), len(values), dtype=torch.float64)
+    places[own_rank()] = torch.tensor(values, dtype=torch.float64)
+    return places.flatten()
+
+
+def gathered(value: Shared) -> list[Shared]:
+    """What each rank gives, on all ranks. One gather of objects."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
