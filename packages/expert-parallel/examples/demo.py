@@ -96,7 +96,8 @@ def train(folder: Path, steps: int) -> None:
     model = parallelize(AutoModelForCausalLM.from_config(config), TRAIN)
     ids = torch.load(folder / "ids.pt")
     rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-    memory, load, progress = Memory(), ExpertLoad(), ShowProgress()
+    memory, progress = Memory(), ShowProgress()
+    load = ExpertLoad(picture=folder / "expert-load.png")
     trainer = EPTrainer(
         model,
         TrainingArguments(
@@ -272,7 +273,7 @@ def main() -> None:
     console.rule("Next")
     ep = Path(sys.executable).with_name("ep")
     console.print(
-        f"the picture            {folder / 'training.png'}\n"
+        f"the pictures           {folder / 'training.png'}, {folder / 'expert-load.png'}\n"
         f"the checkpoint         {folder / 'checkpoint'}\n"
         "another layout         change TRAIN at the head of this file\n"
         f"another model's layout {ep} plan qwen3_moe --tp 4 --fsdp 2 --ep 4\n"

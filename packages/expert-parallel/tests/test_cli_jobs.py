@@ -216,6 +216,11 @@ def test_training_on_ranks_saves_an_ordinary_checkpoint(ranks, model, text, tmp_
         after = trained(ids, labels=ids).loss
         before = AutoModelForCausalLM.from_pretrained(model)(ids, labels=ids).loss
     assert after < before - 0.3
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    logs = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logs] == [3, 6]
+    assert all(line["expert_rank_load_max"] >= 1 for line in logs)
+    assert len(logs[0]["expert_layers"]) == len([n for n in trained.state_dict() if "down" in n])
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2), Layout(fsdp=4, ep=4)], ids=str)
@@ -285,6 +290,7 @@ def test_train_and_generate_from_the_command_line(model, text, tmp_path, capfd, 
     printed = capfd.readouterr().out
     assert printed.count("step 1/2  loss") == 1
     assert printed.count("step 2/2  loss") == 1
+    assert printed.count("busiest expert") == 2
     assert printed.count(f"saved to {out}") == 1
     assert ep("generate", out, "The tokens", "--fsdp", 2, "--max-new-tokens", 2)[0] == 0
     assert capfd.readouterr().out.count("The tokens") == 1

@@ -14,7 +14,11 @@ _SHOWN = (
     ("grad_norm", "gradient norm {:.3g}"),
     ("learning_rate", "learning rate {:.2e}"),
     ("tokens_per_second_per_rank", "{:,.0f} tokens/s a rank"),
+    ("mfu", "MFU {:.1%}"),
     ("peak_memory_gb", "{:.2f} GB"),
+    ("expert_load_max", "busiest expert {:.2f} x"),
+    ("expert_rank_load_max", "busiest rank {:.2f} x"),
+    ("expert_imbalance_cost", "imbalance costs {:.1%}"),
 )
 
 

@@ -39,7 +39,7 @@ class TrainJob:
     Attributes:
         model: a folder or a hub name, with weights, config and tokenizer.
         data: text files (`.txt`, `.md`, `.jsonl`), or folders of them.
-        output: the folder that the trained model is saved to.
+        output: the folder that the trained model and the logs (`metrics.jsonl`) are saved to.
         eval_data: text to evaluate on.
         tokenizer: where the tokenizer is, if not beside the model.
         from_scratch: start from random weights; `model` may be a model type then.
@@ -154,7 +154,7 @@ def run(content: dict[str, Any]) -> None:
         content: the fields of `TrainJob` under "job", and under "ids" the files of token ids that
             the launcher made, if it did.
     """
-    from ep_trainer import EPTrainer, Memory, Speed
+    from ep_trainer import EPTrainer, ExpertLoad, JsonLines, Memory, Speed
     from expert_parallel.cli.progress import TrainProgress, without_printer
 
     job = TrainJob.from_dict(content["job"])
@@ -170,6 +170,8 @@ def run(content: dict[str, Any]) -> None:
     data = _blocks(job.data, ids.get("train"), tokenizer, job)
     held_out = _blocks(job.eval_data, ids.get("eval"), tokenizer, job) if job.eval_data else None
     arguments = job.arguments(model.device.type)
+    meters = [Speed(), Memory(), ExpertLoad()]
+    metrics = JsonLines(Path(job.output) / "metrics.jsonl", meters)
     trainer = EPTrainer(
         model,
         arguments,
@@ -177,7 +179,7 @@ def run(content: dict[str, Any]) -> None:
         eval_dataset=held_out,
         data_collator=default_data_collator,  # the blocks are of one length
         processing_class=tokenizer,
-        callbacks=[Speed(), Memory(), TrainProgress(console())],
+        callbacks=[*meters, metrics, TrainProgress(console())],
     )
     without_printer(trainer)
     trainer.train()
@@ -282,6 +284,7 @@ def train(
 ) -> None:
     """Train on text, and save an ordinary Hugging Face checkpoint.
 
+    Each log is a line of metrics.jsonl in the output folder.
     Starts the ranks on this machine. For several machines, start it with torchrun:
     torchrun --nnodes 2 ... -m expert_parallel train job.yaml
     """
