@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 
@@ -28,6 +29,7 @@ from ep_trainer import EPTrainer, ExpertLoad, JsonLines, Memory, Meter, Speed
 from ep_trainer.meters import heatmap, speed
 from ep_trainer.meters.balance import layer_load, lost_share, waiting_factor, worst_layers
 from ep_trainer.meters.base import Collector
+from ep_trainer.meters.routes import Routes
 
 EXPERTS, LENGTH, ROWS = 8, 7, 16
 MASKED = {
@@ -205,6 +207,36 @@ def test_bytes_sent_are_those_that_the_routing_needs(ranks: RankPool, tmp_path: 
     sent = sum(log["expert_gb_sent"] for log in found[0][1]) * 4 * 1e9
     assert sent == pytest.approx(copies * 16 * 4 * 4, rel=1e-3), "float32 rows of 16, four passes"
     assert found[0][1] == found[3][1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_counting_waits_for_no_device(masked: bool) -> None:
+    """Fake tensors have no values: reading one, as a host synchronization does, would raise."""
+    routes = Routes(8, 4, 4) if masked else Routes(8, spread=True, ranks=2, own=1, slices=(2, 1))
+    with FakeTensorMode():
+        ids = torch.empty(5, 2, dtype=torch.int64)
+        for _ in range(2):
+            routes.add(torch.empty(5, 16), ids)
+        counts, sent = routes.take()
+        assert counts is not None
+        assert (sent is None) == masked
+
+
+def test_ids_that_mean_no_expert_count_nowhere() -> None:
+    routes = Routes(4, spread=True, ranks=2)
+    routes.add(torch.ones(3, 1), torch.tensor([[0, -1], [-1, 3], [2, 3]]))
+    counts, sent = routes.take()
+    assert counts is not None
+    assert counts.tolist() == [1, 0, 1, 2]
+    assert sent is not None
+    assert sent.item() == 2 * 4 * 4, "two tokens, four passes of one float32"
+    local = Routes(4, 2, 2)
+    local.add(None, torch.tensor([[0, 2], [1, 1]]))
+    counts, sent = local.take()
+    assert counts is not None
+    assert counts.tolist() == [0, 0, 1, 2]
+    assert sent is None
+    assert local.take() == (None, None)
 
 
 def stages(rank: int) -> Any:
@@ -455,6 +487,20 @@ def test_a_line_per_log_and_a_picture(ranks: RankPool, tmp_path: Path) -> None:
     assert list(layers) == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     assert set(layers["model.layers.0.mlp.experts"]) == {"max", "entropy", "idle", "rank_max"}
     assert (tmp_path / "pictures/load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = {"max_steps": 2, "report_to": ["tensorboard"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+        trainer_of(tmp_path, build(), [ExpertLoad(), Memory(), Speed()], **args).train()
+    folder = next(path.parent for path in tmp_path.rglob("events.out.tfevents.*"))
+    events = EventAccumulator(str(folder)).Reload()
+    for name in ("expert_load_max", "memory_optimizer_gb", "tflops_per_rank"):
+        assert events.Scalars(f"train/{name}"), name
 
 
 def test_lines_are_appended_and_hold_json(tmp_path: Path) -> None:

@@ -48,12 +48,11 @@ class Memory(Meter):
         if self._held is not None or model is None or optimizer is None:
             return
         parameters = list(model.parameters())
-        device = next((p.device for p in parameters if p.device.type != "meta"), None)
         states = (value for entry in optimizer.state.values() for value in _tensors(entry))
         self._held = [
-            _bytes(parameters, device),
-            _bytes((p.grad for p in parameters if p.grad is not None), device),
-            _bytes(states, device),
+            _bytes(parameters),
+            _bytes(p.grad for p in parameters if p.grad is not None),
+            _bytes(states),
         ]
 
     def sums(self) -> Tensor:
@@ -78,7 +77,7 @@ class Memory(Meter):
 
 def peak_memory() -> int:
     """Bytes that this rank needed at most so far."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _measured_device() == "cuda":
         return torch.cuda.max_memory_allocated()
     import resource  # not on Windows
 
@@ -86,17 +85,22 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def _measured_device() -> str:
+    return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+
+
 def _tensors(entry: Any) -> Iterable[Tensor]:
     values = entry.values() if isinstance(entry, dict) else ()
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _bytes(tensors: Iterable[Tensor], device: torch.device | None) -> int:
-    """Of this rank's parts on `device`; memory that two of them share counts once."""
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Of this rank's parts on the measured device; memory that two of them share counts once."""
+    device = _measured_device()
     found: dict[int, int] = {}
     for tensor in tensors:
         here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if here.device == device and here.numel():
+        if here.device.type == device and here.numel():
             storage = here.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -92,7 +92,8 @@ class Routes:
         reached = torch.zeros(
             ids_TK.shape[0], self.ranks + 1, dtype=torch.bool, device=ids_TK.device
         ).scatter_(1, owners_TK, True)
-        reached[:, [self.own, self.ranks]] = False
+        reached[:, self.own] = False
+        reached[:, self.ranks] = False
         self.row_bytes = hidden_TH.shape[-1] * hidden_TH.element_size()
         self.sent = reached.sum() + (0 if self.sent is None else self.sent)
 
