@@ -37,6 +37,15 @@ def test_stages_join_to_the_whole() -> None:
     assert whole.training == 3 * 13.0 - 3.0
 
 
+def test_what_stands_for_the_embedding_is_looked_up() -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Module(), nn.Linear(2, 5, bias=False)
+    model.embed.weight = model.head.weight
+    assert model_flops(model).at(1).forward == 2 * 2 * 10, "nothing says what it is"
+    model.get_input_embeddings = lambda: model.embed
+    assert model_flops(model).at(1).forward == 2 * 10
+
+
 def test_what_is_not_known_is_told() -> None:
     model = nn.Module()
     model.experts = nn.Module()

@@ -19,6 +19,7 @@ of PaLM (arXiv:2204.02311, appendix B), with the causal half that FlashAttention
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -172,11 +173,11 @@ def model_flops(model: nn.Module) -> ModelFlops:
         )
     weights: dict[str, Flops] = {}
     attentions: dict[str, Attention] = {}
-    moe_blocks = _moe_blocks(model)
+    moe_blocks, looked_up = _moe_blocks(model), _embedding(model)
     for name, module in _text_modules(model):
         counted = Flops()
         for weight, parameter in module.named_parameters(recurse=False):
-            if not _multiplies(module, weight, parameter):
+            if module is looked_up or not _multiplies(module, weight, parameter):
                 continue
             stacked = parameter.ndim == 3
             elements = float(parameter.numel())
@@ -212,6 +213,14 @@ def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def _head(model: Any) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)
     return None if get is None else get()
+
+
+def _embedding(model: Any) -> nn.Module | None:
+    """What stands for the input embeddings, which may hold a weight without being an Embedding."""
+    get = getattr(model, "get_input_embeddings", None)
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        return None if get is None else get()
+    return None
 
 
 def _moe_blocks(model: nn.Module) -> list[str]:

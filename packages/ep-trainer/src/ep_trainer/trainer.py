@@ -97,6 +97,7 @@ class EPTrainer(CheckpointingTrainer):
         self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
         state = None if model is None else parallel_state(model)
         self.mesh: ParallelMesh | None = None if state is None else state.mesh
+        self._collect = Collector()
         self._steps_of_loop = 0
         self._checked_batch = False
         self._real_rows_of: dict[int, RealRows] = {}
