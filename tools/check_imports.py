@@ -36,6 +36,7 @@ OPTIONAL = {
     "ep_dispatch": {"triton", "deep_gemm", "transformers", "torchtitan"},
     "ep_trainer": {"matplotlib"},
     "expert_parallel": {"matplotlib", "tokenizers"},
+    "expert_parallel": {"matplotlib", "tokenizers", "peft"},
 }
 # Modules that are private though their names do not say so.
 PRIVATE = (

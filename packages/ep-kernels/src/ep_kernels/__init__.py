@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import operators as operators  # for what it registers
 from .experts import experts_forward
 from .grouped import BackendRequest, Choice, choose_backend
+from .low_rank import LowRank, takes_low_rank, with_low_rank
 from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
 from .spec import ExpertsSpec, ExpertsWeights, why_not
@@ -14,11 +15,14 @@ __all__ = [
     "Choice",
     "ExpertsSpec",
     "ExpertsWeights",
+    "LowRank",
     "Recompute",
     "RoutedExperts",
     "choose_backend",
     "compacted_forward",
     "experts_forward",
     "module_experts_forward",
+    "takes_low_rank",
     "why_not",
+    "with_low_rank",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .activation import try_activation
 from .grouped import (
+    Backend,
     BackendRequest,
     choose_backend,
     counts_of,
@@ -22,6 +23,7 @@ from .grouped import (
     products_of,
 )
 from .local import touch
+from .low_rank import ExpertsLowRank, LowRank
 from .rows import accumulation_dtype
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
 
@@ -37,6 +39,7 @@ def experts_forward(
     *,
     num_used: int | None = None,
     backend: BackendRequest = "auto",
+    low_rank: ExpertsLowRank | None = None,
 ) -> Tensor:
     """Run each expert on its rows and scale the results by their routing weights.
 
@@ -49,6 +52,8 @@ def experts_forward(
         row_weights: [R], the routing weight of each row, or None for ones.
         num_used: the last offset, where the host knows it: the rest is then cut off, not masked.
         backend: who computes the products; `auto` is what `choose_backend` finds best.
+        low_rank: terms of the weights, computed as products of their own (by the backend that `auto`
+            chooses for their sizes), so that no weight-sized matrix is made for them.
 
     Returns:
         [R, H], of the dtype of the products or, with `row_weights`, of the wider of the two.
@@ -58,15 +63,20 @@ def experts_forward(
 
     Costs one host synchronization by the backend `loop`, one in backward by `deep_gemm` (its weight
     gradients take sizes from the host), else none. Plain autograd: the rows, the first projection
-    and what the activation saves are kept for backward.
+    and what the activation saves are kept for backward; with low-rank terms the input of each
+    projection and its product with the first factor too.
     """
+    low_rank = low_rank or ExpertsLowRank()
     _check(spec, weights, rows, offsets, row_weights)
     dtype = compute_dtype(weights.up)
     weights = ExpertsWeights(*(None if w is None else w.to(dtype) for w in weights))  # type: ignore[arg-type]
     sizes = (*weights.up.shape[1:], *weights.down.shape[1:])
     choice = choose_backend(rows.device, dtype, *sizes, backend=backend)
+    ranks = [n for term in low_rank if term is not None for n in term.left.shape[1:]]
+    ranks += [term.right.shape[2] for term in low_rank if term is not None]
+    beside = choose_backend(rows.device, dtype, *ranks) if ranks else choice
     ends = offsets
-    if choice.backend == "loop":  # which takes no rows past the last offset
+    if "loop" in (choice.backend, beside.backend):  # which takes no rows past the last offset
         ends = offsets.cpu()
         num_used = sum(counts_of(ends, rows.shape[0]))
     elif rows.shape[0] == 0:
@@ -81,16 +91,17 @@ def experts_forward(
         row_weights = None if row_weights is None else row_weights[:num_used]
     if num_used == 0:
         wide = dtype if row_weights is None else torch.promote_types(dtype, row_weights.dtype)
-        inputs = [x for x in (*given, *weights) if x is not None]
+        inputs = [x for x in (*given, *weights, *low_rank.tensors()) if x is not None]
         return touch(torch.zeros_like(given[0], dtype=wide), *inputs)
 
-    product: Product
-    if choice.backend == "grouped_mm":  # an operator, which torch.compile traces
-        product = functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
-    else:
-        products = products_of(choice.backend, ends, rows.shape[0])
-        product = functools.partial(products_mm, products=products)
-    out = _mlp(spec, weights, rows.to(dtype), offsets, product, past)
+    def product_by(backend: Backend) -> Product:
+        if backend == "grouped_mm":  # an operator, which torch.compile traces
+            return functools.partial(grouped_mm, offsets=offsets.to(torch.int32))
+        return functools.partial(products_mm, products=products_of(backend, ends, rows.shape[0]))
+
+    product = product_by(choice.backend)
+    narrow = product if beside == choice else product_by(beside.backend)
+    out = _mlp(spec, weights, low_rank, rows.to(dtype), offsets, product, narrow, past)
     if row_weights is not None:
         out = out * (row_weights if past is None else row_weights.masked_fill(past, 0))[:, None]
     unused = given[0].shape[0] - rows.shape[0]
@@ -100,9 +111,11 @@ def experts_forward(
 def _mlp(
     spec: ExpertsSpec,
     weights: ExpertsWeights,
+    low_rank: ExpertsLowRank,
     rows: Tensor,
     offsets: Tensor,
     product: Product,
+    narrow: Product,
     past: Tensor | None,
 ) -> Tensor:
     """The MLP of rows grouped by expert.
@@ -110,11 +123,13 @@ def _mlp(
     Args:
         spec: how the experts are put together.
         weights: of the dtype of the rows.
+        low_rank: terms of the weights.
         rows: [R, H].
         offsets: [E], the end of each expert's rows.
         product: of rows with each expert's matrix. It may leave rows `past` the last offset
             unwritten, and their gradients, so each is masked before and after. A mask selects and
             does not multiply by zero: what was in the memory may be NaN.
+        narrow: the same for the factors of low-rank terms.
         past: [R], True for such rows; None if there are none.
     """
     expert = None
@@ -124,15 +139,20 @@ def _mlp(
     def masked(x: Tensor) -> Tensor:
         return x if past is None else x.masked_fill(past[:, None], 0)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = product(masked(x), weight if spec.transposed else weight.mT)
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, term: LowRank | None) -> Tensor:
+        x = masked(x)
+        out = product(x, weight if spec.transposed else weight.mT)
+        if term is not None:
+            left, right = term.left.to(x.dtype), term.right.to(x.dtype)
+            first, second = (left, right) if spec.transposed else (right.mT, left.mT)
+            out = out + narrow(masked(narrow(x, first)), second) * term.scale
         return masked(_add_bias(out, bias, expert))
 
-    up = linear(rows, weights.up, weights.up_bias)
+    up = linear(rows, weights.up, weights.up_bias, low_rank.up)
     # Autograd forbids writing to one of the two parts that `chunk` gives.
     chunked = spec.gated and spec.gate is None and torch.is_grad_enabled()
     copies = chunked and try_activation(spec, up, up.shape[1]).writes
-    out = linear(spec.activate(up, copies=copies), weights.down, weights.down_bias)
+    out = linear(spec.activate(up, copies=copies), weights.down, weights.down_bias, low_rank.down)
     return out if spec.post_norm is None else masked(spec.post_norm(out))
 
 

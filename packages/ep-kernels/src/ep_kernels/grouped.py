@@ -139,8 +139,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 class _ProductsMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, products: Products) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.products = products
+        need_rows, need_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if need_weight else None, weight if need_rows else None)
+        ctx.products, ctx.like = products, (weight.mT.is_contiguous(), weight.dtype)
         return products.rows(rows, weight)
 
     @staticmethod
@@ -148,13 +149,14 @@ class _ProductsMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, weight = ctx.saved_tensors
         products, grad = ctx.products, grads[0].contiguous()
+        swapped, dtype = ctx.like
         rows_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             rows_grad = products.rows(grad, weight.mT)
-        if ctx.needs_input_grad[1] and weight.mT.is_contiguous():  # so must be its gradient
-            weight_grad = products.matrices(grad, rows, weight.dtype).mT
+        if ctx.needs_input_grad[1] and swapped:  # so must be its gradient
+            weight_grad = products.matrices(grad, rows, dtype).mT
         elif ctx.needs_input_grad[1]:
-            weight_grad = products.matrices(rows, grad, weight.dtype)
+            weight_grad = products.matrices(rows, grad, dtype)
         return rows_grad, weight_grad, None
 
 

@@ -17,6 +17,7 @@ from .experts import experts_forward
 from .fp8 import FP8Spec, fp8_mlp, fp8_refusal, holds_fp8
 from .grouped import BackendRequest, check_backend, expert_of_slot
 from .local import local_parameters, touch
+from .low_rank import let_take_low_rank, low_rank_of
 from .mlp import Recompute, choose_way, experts_mlp
 from .rows import sum_rows, take_rows
 from .spec import ExpertsSpec, ExpertsWeights, why_not
@@ -79,8 +80,8 @@ def module_experts_forward(
 
     Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
     and does not recompute, is the way of: experts with a norm after them, activations with
-    parameters of their own or that draw random numbers (dropout), torch.compile, and calls where
-    the host does not know how many slots are valid. A module's own forward saves what it will.
+    parameters of their own or that draw random numbers (dropout), low-rank terms (`with_low_rank`),
+    torch.compile, and calls where the host does not know how many slots are valid. A module's own forward saves what it will.
 
     Raises:
         ValueError: an unknown `recompute` or `backend`; a backend that can't compute these experts
@@ -117,6 +118,7 @@ class _ModuleExperts:
     ) -> None:
         self._experts, self._spec, self._recompute = experts, spec, recompute
         self._backend: BackendRequest = backend
+        let_take_low_rank(experts, spec)
 
     def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         parameters = self._spec.read_weights(self._experts)
@@ -142,7 +144,7 @@ class _ModuleExperts:
         num_used: int | None,
     ) -> Tensor:
         way = choose_way(self._spec, parameters, row_of_slot.shape[0])
-        if way.plain:
+        if way.plain or low_rank_of(self._experts, self._spec) is not None:
             return self._plain(parameters, rows, row_of_slot, weights, offsets, num_used)
         return experts_mlp(
             self._spec,
@@ -174,6 +176,7 @@ class _ModuleExperts:
             weights,
             num_used=num_used,
             backend=self._backend,
+            low_rank=low_rank_of(self._experts, self._spec),
         )
         if num_used == 0:  # a norm's parameters get their gradients too
             with local_parameters(self._experts):

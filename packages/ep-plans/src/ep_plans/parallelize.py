@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ep_dispatch import ExpertsForward
@@ -24,12 +23,13 @@ from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans._compat import join_norms_over_meshes, mark_expert_parallel, show_plan
 from ep_plans.checks import attention_heads, check_ep_options
 from ep_plans.data_parallel import apply_fsdp
+from ep_plans.low_rank import cut_mesh
 from ep_plans.own_forward import own_experts_forward
 from ep_plans.parameters import CONVOLUTIONS, plan_parameters
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sequence import install_sequence_parallel
-from ep_plans.sharding import Cut, ParameterSharding, shard_tensor
+from ep_plans.sharding import ParameterSharding, shard_tensor
 from ep_plans.stage_inference import install_inference
 from ep_plans.stages import Pipeline, keep_stages, plan_stages
 from ep_plans.styles import STYLES, Style
@@ -68,6 +68,12 @@ class ParallelState:
 def parallel_state(model: nn.Module) -> ParallelState | None:
     """What `parallelize` did to `model`; None if it was not called."""
     return getattr(model, _STATE, None)
+
+
+def note_parameters(model: nn.Module, added: Mapping[str, ParameterSharding]) -> None:
+    """Let `parallel_state(model)` know parameters that were added since; nothing if it is None."""
+    if (state := parallel_state(model)) is not None:
+        setattr(model, _STATE, replace(state, shardings={**state.shardings, **added}))
 
 
 def parallelize(
@@ -252,7 +258,7 @@ def _cut_parameters(
         parameter = module._parameters[parameter_name]
         assert parameter is not None
         if (part := done.get(parameter)) is None:
-            sharded = shard_tensor(parameter.detach(), sharding.cut, _cut_mesh(mesh, sharding.cut))
+            sharded = shard_tensor(parameter.detach(), sharding.cut, cut_mesh(mesh, sharding.cut))
             part = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             if parameter in tied:  # cut once
                 done[parameter] = part
@@ -260,12 +266,6 @@ def _cut_parameters(
         if sharding.cut.axis == "ep":
             module.num_experts = parameter.shape[0] // config.ep_size  # type: ignore[assignment]
             mark_expert_parallel(module)
-
-
-def _cut_mesh(mesh: ParallelMesh, cut: Cut) -> DeviceMesh:
-    if cut.copies > 1:
-        return mesh.split_tp(mesh.size("tp") // cut.copies)
-    return mesh.mesh(cut.axis)
 
 
 def _prepare_styles(

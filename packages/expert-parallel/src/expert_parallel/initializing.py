@@ -74,11 +74,12 @@ def initialize_missing(model: PreTrainedModel, rest: Callable[[], None]) -> None
     The seed is drawn on rank 0; every rank must call. Memory: one module's whole parameters.
     """
     with torch.random.fork_rng(), torch.no_grad():
-        _initialize_all(model, _shared_seed())
+        _initialize_all(model, shared_seed())
         rest()
 
 
-def _shared_seed() -> int:
+def shared_seed() -> int:
+    """A seed that rank 0 draws. One broadcast."""
     seed = [int(torch.randint(2**48, ()))]
     if dist.is_initialized():
         dist.broadcast_object_list(seed, src=0)

@@ -18,6 +18,7 @@ from ep_kernels import BackendRequest, Recompute, compacted_forward, module_expe
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
 from expert_parallel.generation import generate
+from expert_parallel.lora.adding import lora_state
 from expert_parallel.saving import save_pretrained
 
 _SAVE_DEFAULTS = {
@@ -107,6 +108,8 @@ def shard_model(
         ep_options: further settings of the implementation.
         backend: who computes the products of `ep_kernels`.
     """
+    if lora_state(model) is not None:
+        raise ValueError("This model holds adapters: shard it first, then add_lora.")
     if recompute not in get_args(Recompute):
         raise ValueError(
             f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
@@ -129,10 +132,15 @@ def shard_model(
         make = functools.partial(module_experts_forward, recompute=recompute, backend=backend)
     ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
     if isinstance(model, PreTrainedModel):
-        # On the object: FSDP2 and PEFT change or wrap the class.
-        object.__setattr__(model, "save_pretrained", MethodType(_save_method, model))
+        install_saving(model)
         if model.can_generate():
             object.__setattr__(model, "generate", MethodType(generate, model))
+
+
+def install_saving(model: PreTrainedModel) -> None:
+    """Let `model.save_pretrained` be ours."""
+    # On the object: FSDP2 and PEFT change or wrap the class.
+    object.__setattr__(model, "save_pretrained", MethodType(_save_method, model))
 
 
 def _save_method(

@@ -30,7 +30,7 @@ from expert_parallel.gathering import ROOT, gathered
 from expert_parallel.lazy import LazyTensor
 from expert_parallel.safetensors_file import FileWriter, layout, row_pieces
 
-_PIECE = 256 << 20  # bytes gathered at once, if max_shard_size is not smaller
+PIECE = 256 << 20  # bytes gathered at once, if max_shard_size is not smaller
 
 
 def save_pretrained(
@@ -57,14 +57,22 @@ def save_pretrained(
         save_original_format: write the tensors as the family's checkpoints have them (a tensor
             per expert, for many), not as the model has them.
 
+    Of a model with adapters of `add_lora` the adapters alone are written, in PEFT's format.
+
     Raises:
         OSError: the first rank can't write; and `OtherRankError` on the other ranks then.
-        ValueError: the model holds adapters.
+        ValueError: the model holds adapters that PEFT added.
         RuntimeError: transformers' reverse conversion would lose tensors.
 
     Costs as many point-to-point messages as tensors have parts on other ranks; the memory of one
     piece (256 MiB, or `max_shard_size` if that is smaller) on the first rank and on its device.
     """
+    from expert_parallel.lora.adding import lora_state
+    from expert_parallel.lora.files import save_lora
+
+    if lora_state(model) is not None:
+        save_lora(model, save_directory)
+        return
     if _compat.holds_adapters(model):
         raise ValueError(
             "This model holds adapters. Save it through PEFT (the PeftModel's own "
@@ -80,7 +88,7 @@ def save_pretrained(
     )
     if not split.filename_to_tensors:
         raise ValueError(f"{type(model).__name__} has no parameters to save.")
-    limit = min(_PIECE, _compat.bytes_of_size(max_shard_size))
+    limit = min(PIECE, _compat.bytes_of_size(max_shard_size))
     files = {
         file: {each: tensors[each] for each in names}
         for file, names in split.filename_to_tensors.items()
@@ -95,6 +103,7 @@ def save_pretrained(
         for file, held in files.items():
             with all_or_none(f"Writing {file}"):
                 write_tensors(None if folder is None else folder / file, held, limit)
+                write_file(None if folder is None else folder / file, held, limit)
         with all_or_none("Finishing the checkpoint"):
             if folder is not None and len(files) > 1:
                 write_index(folder, name, split.tensor_to_filename, tensors)
@@ -136,6 +145,10 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
 
 def write_tensors(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
     """Read and write one file of tensors; `path` is None on ranks that only send."""
+
+
+def write_file(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
+    """Gather and write one file; `path` is None on ranks that only send. Every rank must call."""
     device = torch.device("meta" if path is None else "cpu")
     error: Exception | None = None
     with ExitStack() as stack:

@@ -257,15 +257,41 @@ def call_arguments(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, An
     return list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
 
 
+# Where a forward that `around_forward` made keeps what it calls.
+_INNER = "_ep_inner"
+
+
 def around_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     """Replace `module.forward` by `run(forward, *args, **kwargs)`; the signature stays visible."""
-    inner = module.forward
+    inner = [module.forward]
 
-    @functools.wraps(inner)
+    @functools.wraps(inner[0])
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return run(inner, *args, **kwargs)
+        return run(inner[0], *args, **kwargs)
 
+    setattr(forward, _INNER, inner)
     module.forward = forward
+
+
+def inside_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """As `around_forward`, around the module's own code alone, inside what others put around it.
+
+    So `run` sees what that code sees: this rank's part of the input, with `local_parameters` shown.
+    A style that runs a module by other code than its own (dispatched experts) never gets there.
+    """
+    holder: list[Any] | None = getattr(module.forward, _INNER, None)
+    if holder is None:
+        around_forward(module, run)
+        return
+    while (deeper := getattr(holder[0], _INNER, None)) is not None:
+        holder = deeper
+    own = holder[0]
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(own, *args, **kwargs)
+
+    holder[0] = forward
 
 
 def change_input(

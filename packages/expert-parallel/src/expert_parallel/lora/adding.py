@@ -1,0 +1,263 @@
+"""`add_lora`: a sharded model gets adapters that are sharded with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ep_plans import ParallelState, ParameterSharding, note_parameters, parallel_state
+from expert_parallel._compat import holds_adapters
+from expert_parallel.agreement import all_or_none
+from expert_parallel.initializing import shared_seed
+from expert_parallel.lora._compat import PeftLayer
+from expert_parallel.lora.modules import CHILD, Adapter, install
+from expert_parallel.lora.targets import check_not_quantized, resolve_targets
+
+_STATE = "_ep_lora"
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+Values = Callable[[PeftLayer, str], Tensor]
+"""Gives the whole value of the factor "lora_A" or "lora_B" of a layer, as `Adapter` holds it."""
+
+
+@dataclass(frozen=True)
+class LoraState:
+    """What `add_lora` did.
+
+    Attributes:
+        config: the `peft.LoraConfig`, its targets as PEFT translated them.
+        layers: the adapters.
+    """
+
+    config: Any
+    layers: tuple[PeftLayer, ...]
+
+
+def lora_state(model: nn.Module) -> LoraState | None:
+    """What `add_lora` did to `model`; None if it was not called."""
+    return model.__dict__.get(_STATE)
+
+
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """The adapters of a model, with their paths."""
+    for name, module in model.named_modules():
+        if isinstance(module, Adapter):
+            yield name, module
+
+
+def add_lora(
+    model: ModelT, config: Any, *, dtype: torch.dtype | None = None, seed: int | None = None
+) -> ModelT:
+    """Freeze `model` and add the adapters that a `peft.LoraConfig` asks for; every rank must call.
+
+    Call it after the model was sharded (`from_pretrained`, `parallelize`), or with one that isn't. An
+    adapter is sharded with its weight: over TP the factor that meets the cut dimension, over EP both
+    with their experts. Over FSDP's axes they are whole. `save_pretrained` then writes the adapters
+    alone, as `peft` does, and `peft.PeftModel.from_pretrained` loads them.
+
+    Args:
+        model: a transformers model.
+        config: which weights (PEFT's rules; experts by `target_parameters`, or by the names that PEFT
+            translates to that), rank, scale, dropout (without TP). DoRA, biases, `modules_to_save` and
+            initial values that need the weights are not supported.
+        dtype: of the adapters; None: the weights' own, or float32 where that has 16 bits.
+        seed: of the initial values; None: one that rank 0 draws. The values don't depend on the layout.
+
+    Returns:
+        The same model. Adapters are its only parameters that train.
+
+    Raises:
+        ValueError: a target that matches nothing, or experts that PEFT would skip silently; a setting
+            that is not supported; a quantized model; the model has adapters. Nothing is changed then.
+        ImportError: `peft` is not installed.
+
+    Costs a small all-gather, host memory for the whole of one factor at a time, and in each backward
+    one all-reduce of the factors' gradients per adapted module and data axis (also between
+    accumulated micro-batches). Experts that `ep_kernels` runs multiply their rows with the factors, in
+    products of their own, and keep for backward what plain autograd does (the input, first projection
+    and hidden activation of each row); where other code runs them (TP without EP, an
+    `experts_implementation`) the product of the factors is made whole, one weight-sized tensor per
+    weight and layer, kept for backward. Method: Hu et al., LoRA (2021).
+    """
+    with all_or_none("Adding adapters"):
+        state, layers, config = _resolved(model, config)
+    _check_agreement(config, layers, dtype)
+    if seed is None:
+        seed = shared_seed()
+    return add_adapters(model, state, layers, config, dtype, _initial_values(config, seed))
+
+
+def load_lora(
+    model: ModelT,
+    directory: str | os.PathLike[str],
+    *,
+    trainable: bool = False,
+    dtype: torch.dtype | None = None,
+) -> ModelT:
+    """Add the adapters of a directory that `peft` or `save_pretrained` wrote; every rank must call.
+
+    Args:
+        model: as for `add_lora`.
+        directory: with `adapter_config.json` and `adapter_model.safetensors`.
+        trainable: whether they shall train.
+        dtype: as for `add_lora`.
+
+    Raises:
+        ValueError: as `add_lora`; the file lacks an adapter, has others or of other shapes.
+        OSError: a file is missing or broken.
+    """
+    from expert_parallel.lora.files import AdapterFile
+
+    with all_or_none("Reading adapters"):
+        file = AdapterFile(directory)
+        state, layers, config = _resolved(model, file.config)
+        file.check(layers)
+    _check_agreement(config, layers, dtype)
+    add_adapters(model, state, layers, config, dtype, file.value)
+    if not trainable:
+        for _, adapter in adapters_of(model):
+            adapter.requires_grad_(False)
+    return model
+
+
+def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list[PeftLayer], Any]:
+    """Check, and let PEFT say what is adapted; nothing is changed."""
+    try:
+        import peft as _peft  # noqa: F401
+    except ImportError as error:
+        raise ImportError("Adapters need peft: pip install 'expert-parallel[peft]'.") from error
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"add_lora takes a transformers model, got {type(model).__name__}. A PeftModel has its "
+            "adapters already: give the model that it wraps, before wrapping."
+        )
+    if lora_state(model) is not None or holds_adapters(model):
+        raise ValueError("This model holds adapters already; load it anew to add others.")
+    state = parallel_state(model)
+    if state is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"The model is not sharded, but {dist.get_world_size()} processes run: shard it first "
+            "(from_pretrained with distributed_config, or parallelize), then add adapters."
+        )
+    if state is not None and state.config.pp_size > 1:
+        raise ValueError("Adapters of pipeline stages are not supported; use pp_size=1.")
+    check_not_quantized(model)
+    config = copy.deepcopy(config)
+    layers = resolve_targets(model, config)
+    if config.lora_dropout and state is not None and state.config.tp_size > 1:
+        raise ValueError(
+            f"lora_dropout={config.lora_dropout} with tp_size={state.config.tp_size}: the ranks of a TP "
+            "group would each drop others. Use lora_dropout=0, or tp_size=1."
+        )
+    return state, layers, config
+
+
+def _check_agreement(config: Any, layers: list[PeftLayer], dtype: torch.dtype | None) -> None:
+    """Every rank asks for the same adapters."""
+    if not dist.is_initialized():
+        return
+    mine = json.dumps(
+        [repr(layers), config.lora_dropout, str(config.init_lora_weights), str(dtype)]
+    )
+    each: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(each, mine)
+    if len(set(each)) > 1:
+        raise ValueError(
+            "The ranks ask for different adapters; give every rank the same LoraConfig."
+        )
+
+
+def add_adapters(
+    model: ModelT,
+    state: ParallelState | None,
+    layers: list[PeftLayer],
+    config: Any,
+    dtype: torch.dtype | None,
+    values: Values,
+) -> ModelT:
+    """Freeze the model, make the adapters and install them."""
+    from expert_parallel.parallel import install_saving
+
+    model.requires_grad_(False)
+    mesh = None if state is None else state.mesh
+    by_module: dict[str, list[PeftLayer]] = {}
+    for layer in layers:
+        by_module.setdefault(layer.module, []).append(layer)
+    added: dict[str, ParameterSharding] = {}
+    for path, wanted in by_module.items():
+        module = model.get_submodule(path)
+        adapters = {}
+        for layer in wanted:
+            name = f"{path}.{layer.parameter}"
+            sharding = ParameterSharding() if state is None else state.shardings[name]
+            weight: Tensor = getattr(module, layer.parameter)
+            kind = dtype or torch.promote_types(weight.dtype, torch.float32)
+            device = torch.device("cpu") if isinstance(weight, DTensor) or mesh else weight.device
+            a, b = (values(layer, factor).to(device, kind) for factor in ("lora_A", "lora_B"))
+            adapter = Adapter(layer, mesh, sharding, (a, b), config.lora_dropout)
+            adapter.train(model.training)
+            adapters[layer.parameter] = adapter
+            for factor, placed in adapter.shardings.items():
+                added[f"{path}.{CHILD}.{layer.parameter}.{factor}"] = placed
+        on_experts_axis = state is not None and path in state.plans.experts
+        install(module, adapters, on_experts_axis=on_experts_axis)
+    note_parameters(model, added)
+    model.__dict__[_STATE] = LoraState(config, tuple(layers))
+    install_saving(model)
+    return model
+
+
+def _initial_values(config: Any, seed: int) -> Values:
+    """PEFT's initial values, drawn anew for each factor, so that they don't depend on the layout."""
+
+    def value(layer: PeftLayer, factor: str) -> Tensor:
+        text = f"{layer.key}.{factor}"
+        own = int.from_bytes(text.encode(), "little") % (2**61 - 1)
+        generator = torch.Generator().manual_seed((seed + own) % 2**63)
+        shape = layer.shape_a if factor == "lora_A" else layer.shape_b
+        drawn = torch.empty(shape)
+        if factor == "lora_B" and config.init_lora_weights is not False:
+            drawn.zero_()
+        elif config.init_lora_weights == "gaussian":
+            drawn.normal_(std=1 / layer.rank, generator=generator)
+        else:
+            bound = 1 / math.sqrt(shape[1])
+            drawn.uniform_(-bound, bound, generator=generator)
+        return unpacked(drawn, layer, factor)
+
+    return value
+
+
+def unpacked(stored: Tensor, layer: PeftLayer, factor: str) -> Tensor:
+    """From a factor as PEFT stores it to [E, N, in] or [E, out, N]; of one matrix as it is.
+
+    PEFT stores A of experts as [E * N, in], an expert's rows together, and B as [out, N * E],
+    experts innermost.
+    """
+    if len(layer.shape) == 2:
+        return stored
+    experts = layer.shape[0]
+    if factor == "lora_A":
+        return stored.view(experts, layer.rank, stored.shape[1])
+    return stored.view(stored.shape[0], layer.rank, experts).permute(2, 0, 1)
+
+
+def packed(factor_value: Tensor, layer: PeftLayer, factor: str) -> Tensor:
+    """The inverse of `unpacked`."""
+    if len(layer.shape) == 2:
+        return factor_value
+    if factor == "lora_A":
+        return factor_value.view(layer.shape_a)
+    whole = factor_value.permute(1, 2, 0).clone(memory_format=torch.contiguous_format)
+    return whole.view(layer.shape_b)

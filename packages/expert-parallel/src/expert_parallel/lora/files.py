@@ -1,0 +1,123 @@
+"""Adapters in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from expert_parallel.agreement import all_or_none
+from expert_parallel.directory import replaced_directory
+from expert_parallel.gathering import ROOT, gathered
+from expert_parallel.lazy import LazyTensor
+from expert_parallel.lora._compat import PeftLayer
+from expert_parallel.lora.adding import adapters_of, lora_state, packed, unpacked
+from expert_parallel.saving import PIECE, write_file
+
+_PREFIX = "base_model.model."  # of all names in a file: PEFT's own two modules around the model
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
+    """Write the adapters of a model as `peft` does; every rank must call.
+
+    `peft.PeftModel.from_pretrained(model, save_directory)` loads them onto the plain model, `load_lora`
+    onto a sharded one.
+
+    Raises:
+        ValueError: the model has no adapters of `add_lora`.
+        OSError: the first rank can't write; and `OtherRankError` on the other ranks then.
+
+    Costs as `save_pretrained`, for the adapters.
+    """
+    state = lora_state(model)
+    if state is None:
+        raise ValueError(f"This {type(model).__name__} has no adapters; add_lora adds them.")
+    tensors: dict[str, LazyTensor] = {}
+    for _, adapter in adapters_of(model):
+        for factor in ("lora_A", "lora_B"):
+            lazy: Any = packed(gathered(getattr(adapter, factor)), adapter.layer, factor)
+            tensors[_file_name(adapter.layer, factor)] = lazy
+    is_root = not dist.is_initialized() or dist.get_rank() == ROOT
+    with ExitStack() as stack:
+        with all_or_none("Saving adapters"):
+            folder = None
+            if is_root:
+                folder = stack.enter_context(replaced_directory(Path(save_directory)))
+                _write_config(model, state.config, folder)
+        with all_or_none(f"Writing {_WEIGHTS}"):
+            write_file(None if folder is None else folder / _WEIGHTS, tensors, PIECE)
+        with all_or_none("Finishing the adapters"):
+            stack.close()
+
+
+def _write_config(model: nn.Module, config: Any, folder: Path) -> None:
+    """As PEFT writes it: for inference, with the base model's name."""
+    before = config.inference_mode, config.base_model_name_or_path
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
+    config.inference_mode = True
+    try:
+        config.save_pretrained(str(folder))
+    finally:
+        config.inference_mode, config.base_model_name_or_path = before
+
+
+def _file_name(layer: PeftLayer, factor: str) -> str:
+    return f"{_PREFIX}{layer.key}.{factor}.weight"
+
+
+class AdapterFile:
+    """A directory of adapters that is read factor by factor."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from peft import LoraConfig
+
+        self.folder = Path(directory)
+        if not (self.folder / "adapter_config.json").is_file():
+            raise FileNotFoundError(f"{self.folder} has no adapter_config.json.")
+        if not (self.folder / _WEIGHTS).is_file():
+            raise FileNotFoundError(f"{self.folder} has no {_WEIGHTS}.")
+        self.config = LoraConfig.from_pretrained(str(self.folder))
+        self.config.inference_mode = False
+        # Mapped, and read when a factor is asked for.
+        self._file: Any = safe_open(self.folder / _WEIGHTS, framework="pt")
+
+    def check(self, layers: Sequence[PeftLayer]) -> None:
+        """The file holds the adapters of its configuration, no others, in their shapes.
+
+        Raises:
+            ValueError: names what differs.
+        """
+        wanted = {
+            _file_name(layer, factor): shape
+            for layer in layers
+            for factor, shape in (("lora_A", layer.shape_a), ("lora_B", layer.shape_b))
+        }
+        found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        for layer in layers:  # PEFT adds the weight of an adapted head; the model has its own
+            base = f"{_PREFIX}{layer.key}.base_layer.weight"
+            if found.get(base) == layer.shape:
+                del found[base]
+        wrong = sorted(
+            name for name in wanted.keys() | found if wanted.get(name) != found.get(name)
+        )
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"{self.folder / _WEIGHTS}: {name} is {found.get(name, 'missing')}, and for this model it "
+                f"should be {wanted.get(name, 'absent')} ({len(wrong)} such). Adapters of checkpoints with "
+                "a tensor per expert: load them with peft in plain transformers and save them anew."
+            )
+
+    def value(self, layer: PeftLayer, factor: str) -> Tensor:
+        """A whole factor."""
+        stored: torch.Tensor = self._file.get_tensor(_file_name(layer, factor))
+        return unpacked(stored, layer, factor)

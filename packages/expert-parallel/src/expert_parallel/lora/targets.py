@@ -1,0 +1,256 @@
+"""What a LoRA configuration adapts: PEFT says, on an empty copy of the model.
+
+So targets, ranks, scales and names in files are PEFT's own. What PEFT would skip without an error is
+an error here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from expert_parallel import _compat
+from expert_parallel.lora._compat import PeftLayer, inject
+
+# What a configuration may say; anything else must have its default.
+_SUPPORTED = frozenset(
+    [
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "init_lora_weights",
+        "target_modules",
+        "exclude_modules",
+        "target_parameters",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "task_type",
+        "inference_mode",
+        "base_model_name_or_path",
+        "revision",
+        "auto_mapping",
+        "peft_version",
+        "peft_type",
+    ]
+)
+_INITIAL = (True, False, "gaussian")
+# By what names the projections of experts are asked for, in checkpoints with a tensor per expert too.
+_ASKED_AS = {
+    "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
+    "down_proj": ("down_proj", "w2"),
+    "up_proj": ("up_proj", "w1"),
+}
+
+
+def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
+    """The adapters that `config` asks for; its targets are translated in place as PEFT does.
+
+    Needs no memory for weights, and no communication.
+
+    Raises:
+        ValueError: a setting that isn't supported; a target that matches nothing; experts that were
+            asked for and PEFT would skip; a weight that is quantized.
+    """
+    check_settings(config)
+    asked = copy.copy(config.target_modules)
+    skeleton = _skeleton(model)
+    stacked = [name for name, p in _stacked_parameters(skeleton)]
+    linear = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
+    parameters = [name for name, _ in skeleton.named_parameters()]
+    try:
+        layers = inject(config, skeleton)
+    except ValueError as error:
+        if "target" not in str(error).lower():
+            raise
+        raise ValueError(f"{error} {_choices(linear, stacked)}") from error
+    _check_used(config, layers, linear, stacked, parameters)
+    _check_experts(asked, layers, linear, stacked)
+    for layer in layers:
+        _check_weight(model, layer)
+    return layers
+
+
+def check_settings(config: Any) -> None:
+    """Refuse what the sharded adapters can't do.
+
+    Raises:
+        ValueError: names each setting.
+        TypeError: it is no `peft.LoraConfig`.
+    """
+    from peft import LoraConfig
+
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"add_lora takes a peft.LoraConfig, got {type(config).__name__}.")
+    plain = LoraConfig()
+    wrong = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if field.name not in _SUPPORTED
+        and (getattr(config, field.name) or None) != (getattr(plain, field.name) or None)
+    ]
+    if config.init_lora_weights not in _INITIAL:
+        wrong.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if wrong:
+        raise ValueError(
+            f"This LoraConfig has settings that sharded adapters don't support: {', '.join(wrong)}. "
+            f"Leave them at their defaults; init_lora_weights may be one of {_INITIAL}."
+        )
+
+
+def _skeleton(model: PreTrainedModel) -> nn.Module:
+    """The model's class on the meta device, nothing sharded or wrapped."""
+    kind = next(
+        each
+        for each in type(model).__mro__
+        if issubclass(each, PreTrainedModel) and not issubclass(each, FSDPModule)
+    )
+    with torch.device("meta"), _compat.quiet():
+        return _compat.from_config(kind, copy.deepcopy(model.config))
+
+
+def _stacked_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Fused expert weights: three dimensions, and not a convolution's."""
+    return [
+        (f"{path}.{name}", parameter)
+        for path, module in model.named_modules()
+        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and "expert" in path
+    ]
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _short(names: Iterable[str], parts: int) -> list[str]:
+    """Names without what differs from layer to layer, in order."""
+    return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
+
+
+def _choices(linear: Sequence[str], stacked: Sequence[str]) -> str:
+    text = f"target_modules can be {_short(linear, 1)}"
+    if stacked:
+        text += f"; experts are adapted by target_parameters={_short(stacked, 3)}"
+    return text + "."
+
+
+def _check_used(
+    config: Any,
+    layers: Sequence[PeftLayer],
+    linear: Sequence[str],
+    stacked: Sequence[str],
+    parameters: Sequence[str],
+) -> None:
+    """Every name of the configuration adapts something."""
+    modules = [layer.module for layer in layers if layer.linear]
+    owned = [f"{layer.module}.{layer.parameter}" for layer in layers if not layer.linear]
+    listed = [] if isinstance(config.target_modules, str) else config.target_modules or ()
+    unused = [t for t in sorted(listed) if not any(_matches(name, t) for name in modules)]
+    lost = sorted(
+        target
+        for target in config.target_parameters or ()
+        if not any(_matches(name, target) for name in owned)
+    )
+    if unused or lost:
+        named = [f"target_modules {unused}"] * bool(unused) + [f"target_parameters {lost}"] * bool(
+            lost
+        )
+        hidden = [t for t in unused if any(_matches(name, t) for name in parameters)]
+        also = f" {hidden} are parameters: give them as target_parameters." if hidden else ""
+        raise ValueError(
+            f"{' and '.join(named)} match nothing that can be adapted.{also} {_choices(linear, stacked)}"
+        )
+
+
+def _check_experts(
+    asked: Any, layers: Sequence[PeftLayer], linear: Sequence[str], stacked: Sequence[str]
+) -> None:
+    """Fused experts that the targets name are adapted; linear layers of that name too."""
+    adapted = {f"{layer.module}.{layer.parameter}" for layer in layers}
+    every = isinstance(asked, str) and asked.lower() == "all-linear"
+
+    def asks(path: str, names: Sequence[str]) -> bool:
+        if isinstance(asked, str):
+            return every or any(re.fullmatch(asked, f"{path}.{name}") for name in names)
+        return any(_matches(f"{path}.{name}", t) for t in asked or () for name in names)
+
+    skipped = [
+        name
+        for name in stacked
+        for path, _, leaf in [name.rpartition(".")]
+        if name not in adapted and asks(path, _ASKED_AS.get(leaf, (leaf,)))
+    ]
+    if skipped:
+        raise ValueError(
+            f"target_modules={asked!r} asks for the experts too, but PEFT would skip {skipped[0]} and "
+            f"{len(skipped) - 1} others: they are fused weights, no linear layers. Add "
+            f"target_parameters={_short(skipped, 3)}, or name linear layers outside of the experts, of "
+            f"{_short(linear, 2)}."
+        )
+    if every or not isinstance(asked, str):
+        left = [
+            name
+            for name in linear
+            if f"{name}.weight" not in adapted
+            and (not name.endswith("lm_head") if every else asks(*_path_and_leaf(name)))
+        ]
+        if left:
+            warnings.warn(
+                f"PEFT takes these names for the experts' and leaves out {left}: it adapts fused experts "
+                "or linear layers of one name, not both.",
+                stacklevel=4,
+            )
+
+
+def _path_and_leaf(name: str) -> tuple[str, Sequence[str]]:
+    path, _, leaf = name.rpartition(".")
+    return path, (leaf,)
+
+
+def _check_weight(model: nn.Module, layer: PeftLayer) -> None:
+    """The weight is there, whole in shape, and not quantized."""
+    module = model.get_submodule(layer.module)
+    weight = module._parameters.get(layer.parameter)
+    name = f"{layer.module}.{layer.parameter}"
+    if weight is None or tuple(weight.shape) != layer.shape:
+        found = "nothing" if weight is None else f"{tuple(weight.shape)}"
+        raise ValueError(
+            f"{name} should be a weight of shape {layer.shape}, as the config says, and the model has "
+            f"{found}. Quantized or changed models can't be adapted; load it in 16 bit."
+        )
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """Refuse a base model of which anything is quantized.
+
+    Quantizers leave fused experts as they are (bitsandbytes), or give them scales that adapters
+    don't know of, and say neither.
+
+    Raises:
+        ValueError: names a quantized weight and a fused one that isn't.
+    """
+    quantized = [
+        name
+        for name, p in model.named_parameters()
+        if not p.is_floating_point() or p.element_size() < 2
+    ]
+    if quantized:
+        whole = [name for name, p in _stacked_parameters(model) if name not in quantized]
+        left = f", while {whole[0]} and {len(whole) - 1} others are not" if whole else ""
+        raise ValueError(
+            f"{quantized[0]} and {len(quantized) - 1} others are quantized{left}. Adapters are for "
+            "weights in 16 or 32 bit: load the model without quantization, or dequantized."
+        )
