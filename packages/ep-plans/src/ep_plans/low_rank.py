@@ -101,6 +101,8 @@ def reduce_gradients(
 
     One node of the graph: its collectives come in one order on every rank, also where a rank's graph
     behind it is another (experts that got no row). A tensor that nothing used has a gradient of zeros.
+    Gradients are contiguous, as a fused optimizer needs them: autograd lays out those of plain tensors
+    like the tensor, those of DTensors as they come.
     Cost in backward: one all-reduce per distinct group, of all the gradients that it sums, copied.
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
@@ -121,9 +123,9 @@ class _ReduceGradients(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         reductions: tuple[GradientReduction, ...] = ctx.reductions
         reduced = [
-            grad * reduction.factor for grad, reduction in zip(grads, reductions, strict=True)
+            grad.contiguous() * reduction.factor
+            for grad, reduction in zip(grads, reductions, strict=True)
         ]
-        # Sums over one group come one after the other in each list, so their order is one for all.
         for group in dict.fromkeys(group for each in reductions for group in each.groups):
             members = [at for at, each in enumerate(reductions) if group in each.groups]
             flat = torch.cat([reduced[at].reshape(-1) for at in members])

@@ -12,6 +12,7 @@ from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
 from ep_trainer.meters import ExpertLoad, JsonLines, Memory, Meter, Speed
+from ep_trainer.with_layout import with_layout
 
 __all__ = [
     "BiasBalancing",
@@ -30,4 +31,5 @@ __all__ = [
     "WorldGradScaler",
     "chunk_loss",
     "chunked_cross_entropy",
+    "with_layout",
 ]

@@ -385,6 +385,15 @@ def rank_in_worker_seed(loader: DataLoader[Any], shard: int) -> None:
         loader.worker_init_fn = functools.partial(seed.func, **{**seed.keywords, "rank": shard})
 
 
+def count_gathered_once(trainer: Trainer) -> None:
+    """Let a trainer of TRL (seen in 1.16) not divide what it gathers by the TP size.
+
+    It expects a token once per rank; `LayoutAccelerator` gathers each once.
+    """
+    if hasattr(trainer, "_tp_size"):
+        trainer._tp_size = 1
+
+
 def rebalance_for(sampler: BatchRebalanceSampler, shards: int, shard: int) -> BatchRebalanceSampler:
     """The sampler with data shards in the place of ranks."""
     return BatchRebalanceSampler(
@@ -451,6 +460,7 @@ __all__ = [
     "prepared",
     "push_checkpoint",
     "in_backward",
+    "count_gathered_once",
     "rank_in_worker_seed",
     "rebalance_for",
     "remember_data_loader",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ep_mesh import Layout, ParallelMesh
 from ep_plans import clip_grads_with_norm_, parallel_state
@@ -112,7 +112,8 @@ class EPTrainer(CheckpointingTrainer):
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
-            self._balancing = BalancingLoss.of(model, self.mesh)
+            if not self._computes_own_loss:
+                self._balancing = BalancingLoss.of(model, self.mesh)
         elif model is not None:
             check_model(model)
             self._numerics.check_unsharded()
@@ -163,6 +164,12 @@ class EPTrainer(CheckpointingTrainer):
     def layout(self) -> Layout:
         """The sizes; one rank if the model isn't sharded."""
         return Layout() if self.mesh is None else self.mesh.layout
+
+    @property
+    def _computes_own_loss(self) -> bool:
+        """Whether a trainer that is not transformers' own computes the loss, see `with_layout`."""
+        after = type(self).__mro__[type(self).__mro__.index(EPTrainer) + 1 :]
+        return next(kind for kind in after if "compute_loss" in vars(kind)) is not Trainer
 
     # -- accelerate
 
@@ -328,6 +335,8 @@ class EPTrainer(CheckpointingTrainer):
                 return self.compute_loss(model, inputs, return_outputs, num_items_in_batch)
             finally:
                 self.label_smoother = smoother
+        if self._computes_own_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         balanced = self._balancing is not None and "labels" in inputs and not own_loss
         mask = inputs.get("attention_mask") if balanced else None
@@ -409,9 +418,20 @@ class EPTrainer(CheckpointingTrainer):
             model, inputs, prediction_loss_only, ignore_keys
         )
         if loss is not None and counted:
-            loss = loss / self.layout.data_parallel_size
+            loss = loss * self._weight_of(inputs)
             dist.all_reduce(loss, group=self.mesh.group("dp"))
         return loss, logits, labels
+
+    def _weight_of(self, inputs: Any) -> Any:
+        """What makes the losses of the data shards add up to that of the global batch."""
+        if not self._computes_own_loss:
+            return 1.0 / self.layout.data_parallel_size
+        # The mean over this shard's labels, by a trainer that does not count the others'.
+        own = count_labels([inputs], shifted=self.label_positions_are_shifted)
+        every = self.count_items([inputs], self._sharded_mesh.device)
+        if own is None or every is None:
+            return 1.0 / self.layout.data_parallel_size
+        return own / every
 
     # -- counting
 

@@ -85,7 +85,8 @@ class Adapter(nn.Module):
 
 
 def _placed(value: Tensor, sharding: ParameterSharding, mesh: ParallelMesh | None) -> Tensor:
-    """This rank's part of a whole value."""
+    """This rank's part of a whole value, which may be a view."""
+    value = value.contiguous()
     if mesh is None:
         return value
     if sharding.cut is None:
@@ -97,7 +98,7 @@ def read(adapters: Sequence[Adapter]) -> list[tuple[Tensor, Tensor]]:
     """The local factors of each, whose gradients are reduced together."""
     tensors = [local(p) for each in adapters for p in (each.lora_A, each.lora_B)]
     reductions = [reduction for each in adapters for reduction in each.reductions]
-    if any(each.groups or each.factor != 1.0 for each in reductions):
+    if reductions:  # with nothing to reduce too: the gradients become contiguous
         tensors = list(reduce_gradients(tensors, reductions))
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
