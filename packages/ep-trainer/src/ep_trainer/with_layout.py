@@ -39,7 +39,7 @@ def with_layout(trainer: type[TrainerT]) -> type[TrainerT]:
         raise TypeError(f"with_layout takes a subclass of transformers.Trainer, got {kind!r}.")
     if issubclass(kind, EPTrainer):
         return trainer
-    made: Any = EPTrainer if kind is Trainer else _with_layout(kind)
+    made: Any = EPTrainer if kind is Trainer else _with_layout(cast("Any", kind))
     return cast("type[TrainerT]", made)
 
 
