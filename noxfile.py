@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent
 PACKAGES = ["ep-mesh", "ep-kernels", "ep-dispatch", "ep-plans", "ep-trainer", "expert-parallel"]
 PATHS = {"ep-testing": "tools/ep-testing"} | {p: f"packages/{p}" for p in PACKAGES}
 DEV_GROUPS = ["test", "lint", "typecheck", "demo", "micro"]
+DEV_GROUPS = ["test", "lint", "typecheck", "demo", "peft"]
 
 # uv does not read pip's settings, so hand over where packages come from.
 for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
@@ -101,8 +102,15 @@ def tests_alone(session: nox.Session, package: str) -> None:
 @nox.session
 def oldest(session: nox.Session) -> None:
     """Every test with the lowest supported transformers and accelerate."""
-    install(session, *editable(), *group("test", "demo"), pins="constraints-oldest.txt")
+    install(session, *editable(), *group("test", "demo", "peft"), pins="constraints-oldest.txt")
     session.run("pytest", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
+def trl(session: nox.Session) -> None:
+    """TRL's trainer over a layout; trl and datasets (300 MB) are in no other environment."""
+    install(session, *editable(), *group("test", "peft", "trl"), "tokenizers")
+    session.run("pytest", "integration_tests/test_trl.py", env=TEST_ENV)
 
 
 @nox.session
