@@ -35,7 +35,6 @@ OPTIONAL = {
     "ep_kernels": {"triton", "deep_gemm"},
     "ep_dispatch": {"triton", "deep_gemm", "transformers", "torchtitan"},
     "ep_trainer": {"matplotlib"},
-    "expert_parallel": {"matplotlib", "tokenizers"},
     "expert_parallel": {"matplotlib", "tokenizers", "peft"},
 }
 # Modules that are private though their names do not say so.

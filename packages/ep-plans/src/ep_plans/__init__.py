@@ -4,11 +4,18 @@ from ep_plans.accumulation import no_sync
 from ep_plans.checks import check_ep_options
 from ep_plans.flops import Attention, Flops, ModelFlops, model_flops
 from ep_plans.gradients import GradNorm, clip_grad_norm_, clip_grads_with_norm_, grad_norm
+from ep_plans.low_rank import (
+    cut_mesh,
+    factor_shardings,
+    gradient_reduction,
+    reduce_gradients,
+    transposed_sharding,
+)
 from ep_plans.nonfinite import NonFinite, find_nonfinite, local_part
-from ep_plans.parallelize import ParallelState, parallel_state, parallelize
+from ep_plans.parallelize import ParallelState, note_parameters, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
 from ep_plans.resolve import Plans, resolve_plans
-from ep_plans.sharding import Cut, ParameterSharding, full_tensor
+from ep_plans.sharding import Cut, ParameterSharding, full_tensor, shard_tensor
 from ep_plans.splitting import StageParts, find_parts
 from ep_plans.stage_forward import StageForward, stage_forward
 from ep_plans.stage_inference import OtherStageError
@@ -23,16 +30,6 @@ from ep_plans.stages import (
     plan_stages,
     stage_ranges,
 )
-from ep_plans.gradients import clip_grad_norm_, grad_norm
-from ep_plans.low_rank import (
-    cut_mesh,
-    factor_shardings,
-    gradient_reduction,
-    reduce_gradients,
-    transposed_sharding,
-from ep_plans.parallelize import ParallelState, note_parameters, parallel_state, parallelize
-from ep_plans.resolve import Plans, check_stages, resolve_plans
-from ep_plans.sharding import Cut, ParameterSharding, full_tensor, shard_tensor
 from ep_plans.styles import Context, Scope, Style, register_style
 from ep_plans.styles.base import (
     Moved,

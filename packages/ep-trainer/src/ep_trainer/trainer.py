@@ -37,11 +37,8 @@ from ep_trainer.data import (
     sequence_starts,
     without_fillers,
 )
-from ep_trainer.meters import Meter
-from ep_trainer.numerics import Numerics
-from ep_trainer.checks import check_arguments, check_devices, check_model, check_resume, check_saves
-from ep_trainer.data import check_shared, count_labels, without_fillers
 from ep_trainer.meters.base import Collector, Meter
+from ep_trainer.numerics import Numerics
 from ep_trainer.optim import split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.z_loss import RouterZLoss
@@ -97,7 +94,6 @@ class EPTrainer(CheckpointingTrainer):
         self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
         state = None if model is None else parallel_state(model)
         self.mesh: ParallelMesh | None = None if state is None else state.mesh
-        self._collect = Collector()
         self._steps_of_loop = 0
         self._checked_batch = False
         self._real_rows_of: dict[int, RealRows] = {}
@@ -280,8 +276,6 @@ class EPTrainer(CheckpointingTrainer):
             loss = self._pipeline_step(model, inputs, num_items_in_batch)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
-        self._numerics.saw(inputs, loss)
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self.mesh is not None:
             self._numerics.saw(inputs, loss)
         return loss
@@ -455,8 +449,6 @@ class EPTrainer(CheckpointingTrainer):
         """Log, with what the meters say, and evaluation's steps per second as they were."""
         self._mend_speed(logs)
         if "loss" in logs:
-            for meter in self._meters:
-                logs.update(meter.metrics())
             if self._numerics.skipped_steps:
                 logs["skipped_steps"] = self._numerics.skipped_steps
             logs.update(self._collect(self._meters, self.args.device))
@@ -471,7 +463,6 @@ class EPTrainer(CheckpointingTrainer):
         if isinstance(ids, Tensor):
             share = self.layout.data_parallel_size / self.layout.world_size
             for meter in self._meters:
-                meter.count(ids.numel() / self.get_tp_size())
                 meter.count(ids.numel() * share, ids.shape[-1])
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -103,7 +103,6 @@ def save_pretrained(
         for file, held in files.items():
             with all_or_none(f"Writing {file}"):
                 write_tensors(None if folder is None else folder / file, held, limit)
-                write_file(None if folder is None else folder / file, held, limit)
         with all_or_none("Finishing the checkpoint"):
             if folder is not None and len(files) > 1:
                 write_index(folder, name, split.tensor_to_filename, tensors)
@@ -144,11 +143,7 @@ def _untied(model: nn.Module) -> dict[str, LazyTensor]:
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
-    """Read and write one file of tensors; `path` is None on ranks that only send."""
-
-
-def write_file(path: Path | None, tensors: Mapping[str, LazyTensor], limit: int) -> None:
-    """Gather and write one file; `path` is None on ranks that only send. Every rank must call."""
+    """Read and write one file; `path` is None on ranks that only send. Every rank must call."""
     device = torch.device("meta" if path is None else "cpu")
     error: Exception | None = None
     with ExitStack() as stack:

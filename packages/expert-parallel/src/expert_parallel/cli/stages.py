@@ -19,7 +19,8 @@ from ep_plans import (
     plan_stages,
     resolve_plans,
 )
-from expert_parallel.cli.traffic import HIDDEN, Traffic, number_of
+from ep_plans.sizes import hidden_size
+from expert_parallel.cli.traffic import Traffic
 
 Held = tuple[nn.Module, Plans, dict[str, ParameterSharding]]
 
@@ -77,5 +78,5 @@ def stage_traffic(
         if here != following:
             sends[here] += 1
             sends[following] += 1
-    size = tokens * number_of(model, HIDDEN, "the hidden size") * itemsize
+    size = tokens * hidden_size(model) * itemsize
     return [Traffic("pp", "hidden states and gradients", float(max(sends) * size))]

@@ -25,19 +25,6 @@ from ep_plans.sequence import moved_by_slices
 from ep_plans.sizes import experts_per_token, hidden_size
 from ep_plans.styles import FSDP_STYLES, STYLES
 
-HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
-_SLOTS = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "top_k_experts",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "num_selected_experts",
-    "top_k",
-)
-
-
 _Sent = defaultdict[tuple[str, str], float]
 
 
@@ -103,8 +90,6 @@ def _activations(
     if config.tp_size == config.ep_size == 1:
         return sent
     layout, modules = config.layout, dict(model.named_modules())
-    hidden = number_of(model, HIDDEN, "the hidden size")
-    slots = number_of(model, _SLOTS, "the experts per token") if plans.experts else 0
     hidden = hidden_size(model)
     slots = experts_per_token(model) if plans.experts else 0
 

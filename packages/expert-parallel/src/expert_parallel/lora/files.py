@@ -19,7 +19,7 @@ from expert_parallel.gathering import ROOT, gathered
 from expert_parallel.lazy import LazyTensor
 from expert_parallel.lora._compat import PeftLayer
 from expert_parallel.lora.adding import adapters_of, lora_state, packed, unpacked
-from expert_parallel.saving import PIECE, write_file
+from expert_parallel.saving import PIECE, write_tensors
 
 _PREFIX = "base_model.model."  # of all names in a file: PEFT's own two modules around the model
 _WEIGHTS = "adapter_model.safetensors"
@@ -40,11 +40,18 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
     state = lora_state(model)
     if state is None:
         raise ValueError(f"This {type(model).__name__} has no adapters; add_lora adds them.")
+    layers = {
+        _file_name(adapter.layer, factor): (adapter, factor)
+        for _, adapter in adapters_of(model)
+        for factor in ("lora_A", "lora_B")
+    }
+    parts = gathered(
+        {n: getattr(adapter, factor) for n, (adapter, factor) in layers.items()}, model
+    )
     tensors: dict[str, LazyTensor] = {}
-    for _, adapter in adapters_of(model):
-        for factor in ("lora_A", "lora_B"):
-            lazy: Any = packed(gathered(getattr(adapter, factor)), adapter.layer, factor)
-            tensors[_file_name(adapter.layer, factor)] = lazy
+    for name, (adapter, factor) in layers.items():
+        lazy: Any = packed(parts[name], adapter.layer, factor)
+        tensors[name] = lazy
     is_root = not dist.is_initialized() or dist.get_rank() == ROOT
     with ExitStack() as stack:
         with all_or_none("Saving adapters"):
@@ -53,7 +60,7 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
                 folder = stack.enter_context(replaced_directory(Path(save_directory)))
                 _write_config(model, state.config, folder)
         with all_or_none(f"Writing {_WEIGHTS}"):
-            write_file(None if folder is None else folder / _WEIGHTS, tensors, PIECE)
+            write_tensors(None if folder is None else folder / _WEIGHTS, tensors, PIECE)
         with all_or_none("Finishing the adapters"):
             stack.close()
 
