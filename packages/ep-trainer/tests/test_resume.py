@@ -36,6 +36,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index >= self.size:
+            raise IndexError(index)  # what ends `for row in rows`
         ids = (index + 7 * index * torch.arange(6) + 11 * torch.arange(6)) % 63 + 1
         return {"input_ids": ids, "labels": ids}
 
