@@ -35,6 +35,9 @@ Batch = Mapping[str, Any]
 class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A `transformers.Trainer` whose private hooks call methods with names of our own."""
 
+    saved_step = -1
+    """The step of the last checkpoint of this run."""
+
     # -- what EPTrainer says
 
     @property
@@ -159,6 +162,7 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         raise NotImplementedError
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.saved_step = self.state.global_step
         if not self.writes_shards:
             super()._save_checkpoint(model, trial)
             return

@@ -76,7 +76,6 @@ class CheckpointingTrainer(HookedTrainer):
         self._registered: dict[str, Checkpointed] = {}
         self._signals: StopSignals | None = None
         self._stopping = False
-        self._saved_step = -1
         self._generators: list[torch.Generator] = []
         self._drawn_from: list[Tensor] = []
         self._resumed_generators: list[Tensor] | None = None
@@ -121,7 +120,7 @@ class CheckpointingTrainer(HookedTrainer):
         """Note signals during a run, and let its last save end with it."""
         options = self.checkpoint_options
         self._stopping = False
-        self._saved_step = -1
+        self.saved_step = -1
         self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
         self._signals.install()
         try:
@@ -171,14 +170,13 @@ class CheckpointingTrainer(HookedTrainer):
     @property
     def must_save(self) -> bool:
         """Whether the run stops here and this step was not saved."""
-        return self._stopping and self._saved_step != self.state.global_step
+        return self._stopping and self.saved_step != self.state.global_step
 
     # -- saving
 
     def save_training_state(self, run: str) -> None:
         """Save a checkpoint of the current step in the directory `run`."""
         begin = time.perf_counter()
-        self._saved_step = self.state.global_step
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         options = self.checkpoint_options
         only_model = bool(self.args.save_only_model)
