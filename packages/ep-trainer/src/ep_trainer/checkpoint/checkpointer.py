@@ -138,7 +138,7 @@ class Checkpointer:
             contents: this rank's part.
             manifest: what it is; its files are found out.
             in_background: copy what is written to host memory and give back at once.
-            then: run on the first rank when the checkpoint is in place.
+            then: run on the first rank when the checkpoint is in place; must not raise.
 
         Raises:
             CheckpointError: planning failed, here or on another rank; with `in_background=False`
@@ -235,6 +235,8 @@ class Checkpointer:
                 job.then()
         except Exception as caught:  # noqa: BLE001 (raised by the next call)
             job.error = caught
+        finally:
+            job.sections = {}  # the copies of the state need not wait for the next save
 
     def _written(self, job: _Job) -> Any:
         folder = saving_folder(job.folder)

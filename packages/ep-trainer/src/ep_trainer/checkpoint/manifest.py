@@ -196,7 +196,8 @@ def rotate(run: Path, limit: int | None, best: str | None) -> list[Path]:
     if limit is None or limit <= 0:
         return []
     found = [path for _, path in checkpoints(run)]
-    keep = found[:1] + [path for path in found if best is not None and path.samefile(best)]
+    kept = None if best is None else Path(best).resolve()
+    keep = found[:1] + [path for path in found if path.resolve() == kept]
     deleted: list[Path] = []
     for path in reversed(found):
         if len(found) - len(deleted) <= max(limit, len(set(keep))):
