@@ -352,7 +352,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every sampler of a loader the epoch.
 
     transformers and accelerate look one or two levels deep, and a loader that skips batches has
-    one more, so that a run resumed in its second epoch would draw the first one's order.
+    one more: a batch sampler in it that has epochs would draw the first one's order again.
     """
     for part in _parts(loader):
         if part is not loader and hasattr(part, "set_epoch"):
