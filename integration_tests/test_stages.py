@@ -42,20 +42,28 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp_size": 2, "tp_size": 2, "ep_size": 2, "enable_sequence_parallel": True},
     {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4},
     {"pp_size": 2, "tp_size": 2, "dp_replicate_size": 2, "ep_size": 2},
+    {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "zero_bubble"},
 ]
 MIXED = LAYOUTS[8]
+CHUNKED = LAYOUTS[2:4]
+FIRST = "qwen3_moe"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every model in one layout and one model in every layout; with `--all-layouts` everything."""
+    """Every model in one layout, one model in every layout; with `--all-layouts` everything.
+
+    Loaded and saved is that one where a rank has several stages.
+    """
     if not {"model", "layout"} <= {*metafunc.fixturenames}:
         return
     whole = metafunc.config.getoption("--all-layouts")
+    loads = metafunc.function is test_it_is_loaded_generates_and_is_saved_as_one
+    layouts = CHUNKED if loads else LAYOUTS
     cases = [
         (model, layout)
         for model in CONFIGS
         for layout in LAYOUTS
-        if whole or model in ("qwen3_moe",) or layout is MIXED
+        if whole or layout is MIXED or (model == FIRST and layout in layouts)
     ]
     names = [f"{model}-{name_of(layout)}" for model, layout in cases]
     metafunc.parametrize(("model", "layout"), cases, ids=names)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mesh_layouts import every_layout
 
-from ep_mesh import DistributedConfig, Layout
+from ep_mesh import PP_SCHEDULES, DistributedConfig, Layout
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,14 @@ def test_implementations_that_need_one_shared_batch(name):
         DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation=name)
 
 
+def test_as_many_stages_as_the_schedule_has():
+    assert DistributedConfig(pp_size=2, pp_stages=(3, 1)).pp_stages == [3, 1]
+    looped = DistributedConfig(pp_size=2, pp_schedule="interleaved_1f1b", pp_stages=[1, 2, 3, 4])
+    assert DistributedConfig.from_dict(looped.to_dict()) == looped
+    with pytest.raises(ValueError, match=r"\[3, 1\] has 2 stages.*has 4: give 4 numbers"):
+        DistributedConfig(pp_size=2, pp_schedule="zero_bubble", pp_stages=[3, 1])
+
+
 def test_any_registered_name_may_be_an_implementation():
     assert DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="my_ep").ep_size == 8
 
@@ -123,6 +131,10 @@ def test_any_registered_name_may_be_an_implementation():
         ("fsdp_cpu_offload", "no", "True or False"),
         ("enable_sequence_parallel", 1, "True or False"),
         ("fsdp_over_tp", "yes", "True, False or None"),
+        ("pp_schedule", "gpipe", "1f1b, interleaved_1f1b, zero_bubble"),
+        ("pp_micro_batches", 0, ">= 1"),
+        ("pp_stages", [2, 0], "whole numbers >= 1"),
+        ("pp_stages", 4, "list"),
         ("ep_implementation", "", "name"),
         ("ep_implementation", None, "name"),
     ],
@@ -202,6 +214,8 @@ CONFIGS = st.builds(
     fsdp_cpu_offload=st.booleans(),
     fsdp_mixed_precision=st.booleans(),
     fsdp_over_tp=st.none() | st.booleans(),
+    pp_schedule=st.sampled_from(list(PP_SCHEDULES)),
+    pp_micro_batches=st.none() | st.integers(1, 9),
     ep_implementation=st.sampled_from(["auto", "all_to_all", "mine"]),
 )
 

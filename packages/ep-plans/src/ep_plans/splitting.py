@@ -165,8 +165,13 @@ def _layer_loop(owner: nn.Module, layers: str) -> _Loop | str:
 
 def _assigned_before(tree: ast.AST, line: int) -> tuple[set[str], set[str]]:
     """The names that have a value before a line, and those of them that are an empty list or dict."""
-    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and n.lineno < line]
-    empty = [n for n in assigned if ast.unparse(n.value) in ("{}", "[]", "dict()", "list()")]
+    assigned = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and node.lineno < line
+    ]
+    nothing = ("{}", "[]", "dict()", "list()")
+    empty = [n for n in assigned if n.value is not None and ast.unparse(n.value) in nothing]
     filled = {
         node.value.id
         for node in ast.walk(tree)

@@ -81,6 +81,7 @@ def generate(
     fsdp: options.Fsdp = None,
     ep: options.Ep = None,
     dp_replicate: options.DpReplicate = None,
+    pp: options.Pp = None,
     ep_implementation: options.Implementation = None,
     layout: options.LayoutFile = None,
     processes: options.Processes = None,
@@ -107,6 +108,7 @@ def generate(
             fsdp_size=fsdp,
             ep_size=ep,
             dp_replicate_size=dp_replicate,
+            pp_size=pp,
             ep_implementation=ep_implementation,
         )
     job = {

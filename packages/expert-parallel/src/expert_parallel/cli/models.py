@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
-from ep_plans import resolve_plans
+from ep_plans import plan_stages, resolve_plans
 from expert_parallel import _compat
 
 _HEADS = (
@@ -93,6 +93,8 @@ def check_plan(config: PreTrainedConfig, layout: DistributedConfig) -> nn.Module
     """
     model = build_on_meta(config)
     resolve_plans(model, layout)
+    if layout.pp_size > 1:
+        plan_stages(model, layout)
     return model
 
 
