@@ -301,3 +301,22 @@ def test_a_stage_reads_its_own_tensors(ranks: RankPool, tmp_path: Path) -> None:
         p.numel() * p.element_size() for p in build("qwen3_moe", torch.float32).parameters()
     )
     assert sum(ranks.run(bytes_read, path, world=2)) == whole
+
+
+def looked_up(rank: int, path: str, schedule: str) -> Any:
+    layout = {"pp_size": 2, "pp_schedule": schedule}
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
+    text = torch.tensor([[20, 21, 22, 20, 21, 22, 20, 21]])
+    return model.generate(
+        text, max_new_tokens=8, prompt_lookup_num_tokens=3, eos_token_id=0, do_sample=False
+    )
+
+
+def test_tokens_are_taken_back_where_a_rank_has_one_stage(ranks: RankPool, tmp_path: Path) -> None:
+    path = save(tmp_path, "qwen3_moe")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    text = torch.tensor([[20, 21, 22, 20, 21, 22, 20, 21]])
+    expected = plain.generate(text, max_new_tokens=8, eos_token_id=0, do_sample=False)
+    assert all(torch.equal(told, expected) for told in ranks.run(looked_up, path, "1f1b", world=2))
+    with pytest.raises(AssertionError, match="takes tokens back"):
+        ranks.run(looked_up, path, "zero_bubble", world=2)

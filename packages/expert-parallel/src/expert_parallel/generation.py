@@ -67,6 +67,8 @@ def generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     steps = _Steps(model, mesh) if mesh.size("fsdp") > 1 else None
     try:
         named = _by_name(plain, args, kwargs)
+        if state.pipeline is not None and len(state.pipeline.here) > 1:
+            _check_never_cropped(model, named)
         if steps is not None:
             _check_same_steps(model, named)
             overrides.update(unfinished=steps, before_first=steps.begin)
@@ -222,6 +224,18 @@ def _share_random_state(mesh: ParallelMesh) -> None:
     torch.set_rng_state(share(torch.get_rng_state()))
     if mesh.device.type == "cuda":
         torch.cuda.set_rng_state(share(torch.cuda.get_rng_state(mesh.device)), mesh.device)
+
+
+def _check_never_cropped(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """A rank with several stages counts tokens in caches that the caller can't shorten."""
+    config = kwargs.get("generation_config") or model.generation_config
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        value = kwargs.get(name, getattr(config, name, None))
+        if value is not None:
+            raise ValueError(
+                f"{name} takes tokens back, which a model with several stages per rank can't. Leave it "
+                "out, or use pp_schedule='1f1b'."
+            )
 
 
 def _check_same_steps(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
