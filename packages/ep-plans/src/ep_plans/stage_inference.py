@@ -53,9 +53,11 @@ def install_inference(model: nn.Module, mesh: ParallelMesh, pipeline: Pipeline) 
                 "which a plain forward can't train. Train it with EPTrainer, or call model.eval() "
                 "first to infer."
             )
-        bound = inspect.signature(forward).bind(*args, **kwargs)
-        named = {**bound.arguments, **bound.arguments.get("kwargs", {})}
-        named.pop("kwargs", None)
+        signature = inspect.signature(forward)
+        named = dict(signature.bind(*args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(name, {}))
         with torch.no_grad():
             return chain(forward, named)
 
