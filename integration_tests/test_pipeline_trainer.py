@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -52,6 +53,45 @@ def test_curve_is_that_of_one_process(
 ) -> None:
     for found in ranks.run(on_rank, sizes, MODEL, FEW, world=world(sizes), timeout=240):
         check_same(found, expected)
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"pp_size": 2, "fsdp_size": 2, "ep_size": 2}, {"label_smoothing_factor": 0.1}),
+    (
+        {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "zero_bubble"},
+        {"gradient_checkpointing": True},
+    ),
+    (
+        {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "interleaved_1f1b"},
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    ),
+]
+
+
+def test_other_ways_to_train(ranks: RankPool, all_layouts: bool) -> None:
+    for sizes, changes in WAYS if all_layouts else WAYS[:1]:
+        few = FEW | changes
+        expected = one_process(MODEL, **copy.deepcopy(few))
+        for found in ranks.run(on_rank, sizes, MODEL, few, world=world(sizes), timeout=240):
+            check_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        ({"pp_schedule": "zero_bubble", "fsdp_mixed_precision": True}, {}),
+        ({"pp_schedule": "1f1b"}, {"bf16": True, "use_cpu": True}),
+    ],
+    ids=["mixed precision", "autocast"],
+)
+def test_bf16_follows_the_curve(
+    ranks: RankPool, layout: dict[str, Any], changes: dict[str, Any], expected: Any
+) -> None:
+    sizes = {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, **layout}
+    for found in ranks.run(on_rank, sizes, MODEL, FEW | changes, world=4, timeout=120):
+        # bf16 keeps 8 bits of each factor.
+        assert found.loss == pytest.approx(expected.loss, rel=1e-2)
+        assert found.loss != expected.loss
 
 
 def test_auxiliary_loss_is_the_mean_over_micro_batches(ranks: RankPool) -> None:
