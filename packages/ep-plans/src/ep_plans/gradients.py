@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ep_plans.nonfinite import Gradients, find_nonfinite, local_part, with_names
+from ep_plans.nonfinite import Gradients, find_nonfinite, with_names
+from ep_plans.styles.base import local
 
 _SHARE = "_ep_share_of_stages"
 
@@ -162,7 +163,7 @@ def clip_grads_with_norm_(parameters: Gradients, max_norm: float, total_norm: Te
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     for _, parameter in with_names(parameters):
         if parameter.grad is not None:
-            grad = local_part(parameter.grad)
+            grad = local(parameter.grad)
             grad.mul_(factor.to(grad.device, grad.dtype))
 
 
@@ -171,7 +172,7 @@ def _reduction_device(tensor: Tensor) -> torch.device:
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != tensor.device.type:
         kind = tensor.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
-    return local_part(tensor).device
+    return local(tensor).device
 
 
 def _copies(grad: Tensor, world: int) -> float:
@@ -191,7 +192,7 @@ def _copies(grad: Tensor, world: int) -> float:
 
 def _local_power(grad: Tensor, norm_type: float, world: int, share: float) -> Tensor:
     """This rank's share of the sum of |g|^p (or its maximum), in float64."""
-    values = local_part(grad)
+    values = local(grad)
     if math.isinf(norm_type):
         most = values.abs().amax() if values.numel() else values.new_zeros(())
         return most.to(torch.float64)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from ep_plans.styles.base import local
 
 Gradients = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 """A model, its `parameters()` or its `named_parameters()`; the first and the last bring names."""
@@ -53,7 +54,7 @@ def find_nonfinite(parameters: Gradients) -> NonFinite:
     Cost: a pass over the gradients, a host sync, a gather of names over the world.
     """
     named = [(name, p.grad) for name, p in with_names(parameters) if p.grad is not None]
-    flags = [local_part(grad).isfinite().all().logical_not() for _, grad in named]
+    flags = [local(grad).isfinite().all().logical_not() for _, grad in named]
     found = torch.stack([flag.to("cpu") for flag in flags]).tolist() if flags else []
     mine = [name for (name, _), bad in zip(named, found, strict=True) if bad]
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -81,8 +82,3 @@ def with_names(parameters: Gradients) -> list[tuple[str, Tensor]]:
         else given
         for place, given in enumerate(parameters)
     ]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,24 +1,26 @@
 """Optimizer state in few bits (torchao's AdamW), for checkpoints.
 
 Such a state is quantized in blocks of this rank's part of a parameter, so its codes fit no other way to
-cut it. As float32 it is like any other state: it can be saved, cut anew and quantized again. In the
-same layout that gives the same codes; in another one the blocks are others, and with them the rounding.
+cut it. As float32 it is like any other state: it can be saved, cut anew and quantized again, which
+rounds once more.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ep_plans import local_part
+from ep_plans import local
 from ep_trainer._compat import is_traceable_wrapper_subclass, new_low_bit_state
 
 
 def is_low_bit(state: Tensor) -> bool:
     """Whether a tensor of an optimizer's state is a wrapper around codes and scales."""
-    return is_traceable_wrapper_subclass(local_part(state))
+    return is_traceable_wrapper_subclass(local(state))
 
 
 def low_bit_parameters(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -40,7 +42,8 @@ def widened(state: Tensor) -> Tensor:
     """The state as float32, placed as it was; another tensor than low-bit ones as it is."""
     if not is_low_bit(state):
         return state
-    wide = local_part(state).to(torch.float32).clone()
+    part: Any = local(state)
+    wide: Tensor = part.dequantize(torch.float32)
     if not isinstance(state, DTensor):
         return wide
     return DTensor.from_local(
@@ -65,5 +68,5 @@ def narrowed(optimizer: Optimizer, parameter: Tensor, name: str, wide: Tensor) -
     state = new_low_bit_state(optimizer, parameter, name)
     if state is None or not is_low_bit(state):
         return wide
-    local_part(state).copy_(local_part(wide))
+    local(state).copy_(local(wide))
     return state

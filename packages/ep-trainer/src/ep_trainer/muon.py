@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from ep_mesh import ParallelMesh
-from ep_plans import local_part, parallel_state
+from ep_plans import local, parallel_state
 from ep_plans.pieces import Ranges, blocks, held_ranges, numel_of, shape_of
 from ep_plans.sharding import DATA_AXES, cut_ranges, dim_and_packs
 from ep_trainer.optim import split_by_mesh
@@ -152,8 +152,8 @@ class Muon(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        weight, grad = local_part(parameter), local_part(parameter.grad)
-        momentum: Tensor = local_part(state["momentum_buffer"])
+        weight, grad = local(parameter), local(parameter.grad)
+        momentum: Tensor = local(state["momentum_buffer"])
         momentum.lerp_(grad, 1 - group["momentum"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         if parameter not in self._sharers:

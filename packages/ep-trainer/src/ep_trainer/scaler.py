@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ep_plans import grad_norm, local_part
+from ep_plans import grad_norm, local
 
 
 class WorldGradScaler:
@@ -66,7 +66,7 @@ class WorldGradScaler:
         if id(optimizer) in self._norms:
             raise RuntimeError("unscale_ was called already since the last update().")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
         if any(grad.dtype is torch.float16 for grad in grads):
             raise ValueError(
                 "gradients in float16 can't be unscaled: keep the parameters in float32 and let "
