@@ -138,6 +138,7 @@ def test_the_bias_moves_against_the_load() -> None:
         model.train()(**batch)
     shown = batch["attention_mask"].flatten().bool()
     load = sum(torch.bincount(ids[shown].flatten(), minlength=8) for ids in chosen[:2])
+    assert torch.equal(balancing._counts[0], load.double())
     balancing.on_optimizer_step()
     torch.testing.assert_close(bias, 0.1 * (load.float().mean() - load).sign())
     before = bias.clone()

@@ -128,8 +128,8 @@ def test_other_routings_and_implementations(ranks, moe):
 
 
 def test_backward_twice_and_regions_in_regions(ranks, moe):
-    def run(rank):
-        case = moe.Case(world=4, ep=4, tp=1, tokens=(5, 3, 0, 4))
+    def run(rank, name):
+        case = moe.Case(world=4, ep=4, tp=1, tokens=(5, 3, 0, 4), name=name)
         whole, inputs = moe.whole_inputs(case)
         implementation, _ = moe.build(case, rank, whole)
         hidden, ids, weights, cotangent = inputs[rank]
@@ -147,7 +147,8 @@ def test_backward_twice_and_regions_in_regions(ranks, moe):
             found.append(x.grad)
         assert torch.equal(*found)
 
-    ranks.run(run, world=4)
+    for name in ("all_to_all", "symmetric_memory"):
+        ranks.run(run, name, world=4)
 
 
 def test_a_region_that_runs_another_way_is_refused(ranks):

@@ -4,7 +4,13 @@ import torch
 
 from ep_mesh import Layout, ParallelMesh
 from ep_testing import RankPool
-from ep_trainer.data import check_shared, count_labels, without_fillers
+from ep_trainer.data import (
+    check_shared,
+    count_labels,
+    first_sequences,
+    sequence_starts,
+    without_fillers,
+)
 
 
 def test_a_shifted_loss_predicts_nothing_at_the_first_position() -> None:
@@ -31,6 +37,25 @@ def test_fillers_lose_their_labels_and_nothing_else() -> None:
     assert masked["labels"].tolist() == [[0, 1], [-100, -100], [-100, -100]]
     assert torch.equal(masked["input_ids"], batch["input_ids"])
     assert batch["labels"].min() == 0, "the batch itself is left alone"
+
+
+def test_sequences_that_fill_up_a_row_are_cut_off() -> None:
+    batch = {
+        "input_ids": torch.arange(6)[None],
+        "labels": torch.arange(6)[None],
+        "position_ids": torch.tensor([[0, 1, 0, 0, 1, 2]]),
+        "cu_seq_lens_q": torch.tensor([0, 2, 3, 6]),
+        "max_length_q": 3,
+    }
+    starts = sequence_starts(batch)
+    assert starts == [0, 2, 3]
+    cut = first_sequences(batch, starts, 2)
+    assert cut["input_ids"].tolist() == cut["labels"].tolist() == [[0, 1, 2]]
+    assert cut["cu_seq_lens_q"].tolist() == [0, 2, 3]
+    assert cut["max_length_q"] == 2
+    nothing = first_sequences(batch, starts, 0)
+    assert nothing["labels"].tolist() == [[-100, -100]], "one stays, since every rank must run"
+    assert sequence_starts({"position_ids": torch.zeros(2, 3)}) == []
 
 
 def check(rank: int, differing: tuple[int, ...]) -> str | None:

@@ -121,7 +121,9 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
             ).detach()
             each_T = torch.ones(ids_TK.shape[0], dtype=counts.dtype, device=ids_TK.device)
             if self._tokens is not None:
-                each_T = seen_by(layer, self._tokens, *self._tp).to(ids_TK.device, counts.dtype)
+                shown_T = seen_by(layer, self._tokens, *self._tp)
+                if shown_T.shape == each_T.shape:  # not where a model adds tokens of its own
+                    each_T = shown_T.to(ids_TK.device, counts.dtype)
             each_TK = each_T[:, None].expand(ids_TK.shape)
             here_TK = ids_TK.ge(0)
             if layer.masked is not None:
