@@ -26,7 +26,7 @@ def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: f
 
     In training mode, with labels, the loss and all gradients are those of the model's own loss, and the
     output holds no logits. Elsewhere the model is as before. `EPTrainer(loss_chunk_tokens=...)` calls
-    this; call it once for a loop of one's own, after `parallelize`.
+    this; for a loop of one's own call it after `parallelize`. Called again, it changes the settings.
 
     Args:
         model: a causal LM of transformers. Its head is a linear layer: whole, cut over the vocabulary by
@@ -44,6 +44,10 @@ def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: f
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # type: ignore[operator] # of PEFT: the model that has the loss
     own = getattr(model, "loss_function", None)
+    before = getattr(own, "__self__", None)
+    if isinstance(before, _ChunkedLoss):
+        before.chunk_tokens, before.label_smoothing = chunk_tokens, label_smoothing
+        return
     if own is not causal_lm_loss:
         raise ValueError(
             "a chunked loss takes the place of transformers' ForCausalLMLoss, and the loss of this "
