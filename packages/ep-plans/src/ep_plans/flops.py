@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from ep_plans.sizes import experts_per_token, text_config
+from ep_plans.sizes import experts_per_token, hidden_size, text_config
 
 _ATTENTION = re.compile(r"(^|_)(attn|attention)$")
 _KINDS_OF_LINEAR_ATTENTION = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
@@ -165,8 +165,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
     Raises:
         ValueError: an encoder-decoder; a config that doesn't tell the experts per token or the heads.
     """
-    config = text_config(model)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(text_config(model), "is_encoder_decoder", False):
         raise ValueError(
             f"FLOPs of a token are known for decoders, and {type(model).__name__} is an "
             "encoder-decoder: its tokens do not all meet the same weights."
@@ -190,7 +189,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
             counted += Flops(**{part: 2 * elements, "frozen": frozen})
         if counted.forward:
             weights[name] = counted
-        found = _attention(name, module, config)
+        found = _attention(model, name, module)
         if found is not None and not any(name.startswith(f"{other}.") for other in attentions):
             attentions[name] = found
     return ModelFlops(weights, attentions)
@@ -261,8 +260,9 @@ def _part_of(model: nn.Module, name: str, module: nn.Module, moe_blocks: list[st
     return "dense"
 
 
-def _attention(name: str, module: nn.Module, config: Any) -> Attention | None:
+def _attention(model: nn.Module, name: str, module: nn.Module) -> Attention | None:
     """The scores of an attention module; None if it is none, or keeps a state instead of keys."""
+    config = text_config(model)
     last = name.rpartition(".")[2]
     if not _ATTENTION.search(last) or last.startswith("linear"):
         return None
@@ -278,9 +278,7 @@ def _attention(name: str, module: nn.Module, config: Any) -> Attention | None:
         raise ValueError(
             f"the attention heads of {name} are not known: its config has no num_attention_heads."
         )
-    hidden = _first_int((config,), ("hidden_size", "d_model", "n_embd"))
-    own = _first_int((module, config), ("head_dim",))
-    size = own if own is not None else (hidden or 0) // heads
+    size = _first_int((module, config), ("head_dim",)) or hidden_size(model) // heads
     window = getattr(config, "sliding_window", None)
     slides = kind == "sliding_attention" or (kind is None and window is not None)
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None

@@ -50,7 +50,8 @@ class Meter(TrainerCallback):  # type: ignore[misc, unused-ignore]
 class Collector:
     """Brings together what the meters of all ranks counted.
 
-    Cost of a log: one all-reduce of the float64 numbers of all meters, and one copy to the host.
+    Cost: a gather of objects when training begins and at the first log; of a log one all-reduce of
+    the float64 numbers of all meters, and one copy to the host.
     """
 
     def __init__(self) -> None:
@@ -65,12 +66,8 @@ class Collector:
         parts = [meter.sums() for meter in meters]
         spread = dist.is_initialized() and dist.get_world_size() > 1
         if spread and not self._checked:
-            self._check(
-                [
-                    (type(meter).__name__, len(part))
-                    for meter, part in zip(meters, parts, strict=True)
-                ]
-            )
+            sizes = [f" of {len(part)} numbers" for part in parts]
+            self._check(meters, sizes)
             self._checked = True
         if not meters:
             return {}
@@ -85,19 +82,24 @@ class Collector:
             found.update(meter.metrics(part))
         return found
 
+    def check(self, meters: Sequence[Meter]) -> None:
+        """Check that all ranks have the same meters, before these communicate.
+
+        Raises:
+            ValueError: they have not; on all ranks.
+        """
+        self._check(meters, [""] * len(meters))
+
     @staticmethod
-    def _check(meters: list[tuple[str, int]]) -> None:
-        everyone = gathered(meters)
+    def _check(meters: Sequence[Meter], sizes: Sequence[str]) -> None:
+        names = [type(meter).__name__ + size for meter, size in zip(meters, sizes, strict=True)]
+        everyone = gathered(", ".join(names) or "nothing")
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 raise ValueError(
-                    f"rank 0 measures {_told(everyone[0])}, rank {rank} {_told(theirs)}: give the "
+                    f"rank 0 measures {everyone[0]}, rank {rank} {theirs}: give the "
                     "trainer the same callbacks on every rank, in the same order."
                 )
-
-
-def _told(meters: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} ({size} numbers)" for name, size in meters) or "nothing"
 
 
 def world_size() -> int:
