@@ -353,6 +353,27 @@ def test_experts_and_dense_layers_of_one_name_are_told() -> None:
         add_lora(build(FAMILIES["deepseek_v3"]()), config)
 
 
+def test_some_layers_only_and_dropout() -> None:
+    config = lora_config(
+        "qwen3_moe",
+        target_modules=["q_proj"],
+        target_parameters=None,
+        layers_to_transform=[1],
+        init_lora_weights=False,
+        lora_dropout=0.5,
+    )
+    model = add_lora(build(FAMILIES["qwen3_moe"]()), config, seed=0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    path = "model.layers.1.self_attn.q_proj.lora.weight"
+    assert trained == {f"{path}.lora_A", f"{path}.lora_B"}
+    ids = torch.arange(3, 10)[None]
+    first, second = (model(input_ids=ids).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    model.eval()
+    first, second = (model(input_ids=ids).logits for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_initial_values_are_pefts_in_kind() -> None:
     for kind in (True, "gaussian"):
         config = lora_config("qwen3_moe", init_lora_weights=kind, r=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import operators as operators  # for what it registers
 from .experts import experts_forward
 from .grouped import BackendRequest, Choice, choose_backend
-from .low_rank import LowRank, takes_low_rank, with_low_rank
+from .low_rank import ExpertsLowRank, LowRank, takes_low_rank, with_low_rank
 from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
 from .spec import ExpertsSpec, ExpertsWeights, why_not
@@ -13,6 +13,7 @@ from .spec import ExpertsSpec, ExpertsWeights, why_not
 __all__ = [
     "BackendRequest",
     "Choice",
+    "ExpertsLowRank",
     "ExpertsSpec",
     "ExpertsWeights",
     "LowRank",

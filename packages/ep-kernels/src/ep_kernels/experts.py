@@ -100,7 +100,7 @@ def experts_forward(
         return functools.partial(products_mm, products=products_of(backend, ends, rows.shape[0]))
 
     product = product_by(choice.backend)
-    narrow = product if beside == choice else product_by(beside.backend)
+    narrow = product if beside.backend == choice.backend else product_by(beside.backend)
     out = _mlp(spec, weights, low_rank, rows.to(dtype), offsets, product, narrow, past)
     if row_weights is not None:
         out = out * (row_weights if past is None else row_weights.masked_fill(past, 0))[:, None]

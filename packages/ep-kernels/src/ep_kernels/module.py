@@ -81,7 +81,8 @@ def module_experts_forward(
     Saves for backward what `experts_mlp` does. Plain autograd, which saves each intermediate result
     and does not recompute, is the way of: experts with a norm after them, activations with
     parameters of their own or that draw random numbers (dropout), low-rank terms (`with_low_rank`),
-    torch.compile, and calls where the host does not know how many slots are valid. A module's own forward saves what it will.
+    torch.compile, and calls where the host does not know how many slots are valid. A module's own
+    forward saves what it will.
 
     Raises:
         ValueError: an unknown `recompute` or `backend`; a backend that can't compute these experts

@@ -105,6 +105,7 @@ class EPTrainer(CheckpointingTrainer):
         self._z_loss: RouterZLoss | None = None
         self._tokens_in_step: Tensor | None = None
         self._collect = Collector()
+        self._loss_is_counted = True
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
             self._check(model, args)
@@ -331,6 +332,7 @@ class EPTrainer(CheckpointingTrainer):
             finally:
                 self.label_smoother = smoother
         if self._computes_own_loss:
+            self._loss_is_counted = num_items_in_batch is not None
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         own_loss = self.label_smoother is not None or self.compute_loss_func is not None
         balanced = self._balancing is not None and "labels" in inputs and not own_loss
@@ -419,7 +421,7 @@ class EPTrainer(CheckpointingTrainer):
 
     def _weight_of(self, inputs: Any) -> Any:
         """What makes the losses of the data shards add up to that of the global batch."""
-        if not self._computes_own_loss:
+        if self._loss_is_counted:
             return 1.0 / self.layout.data_parallel_size
         # The mean over this shard's labels, by a trainer that does not count the others'.
         own = count_labels([inputs], shifted=self.label_positions_are_shifted)

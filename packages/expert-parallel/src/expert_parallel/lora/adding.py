@@ -124,7 +124,8 @@ def load_lora(
         state, layers, config = _resolved(model, file.config)
         file.check(layers)
     _check_agreement(config, layers, dtype)
-    add_adapters(model, state, layers, config, dtype, file.value)
+    with all_or_none("Reading adapters"):
+        add_adapters(model, state, layers, config, dtype, file.value)
     if not trainable:
         for _, adapter in adapters_of(model):
             adapter.requires_grad_(False)

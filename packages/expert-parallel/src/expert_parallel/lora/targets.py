@@ -76,7 +76,8 @@ def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
             raise
         raise ValueError(f"{error} {_choices(linear, stacked)}") from error
     _check_used(config, layers, linear, stacked, parameters)
-    _check_experts(asked, layers, linear, stacked)
+    if not config.exclude_modules and config.layers_to_transform is None:  # the user left some out
+        _check_experts(asked, layers, linear, stacked)
     for layer in layers:
         _check_weight(model, layer)
     return layers
