@@ -123,7 +123,7 @@ class _ModuleExperts:
 
     def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         parameters = self._spec.read_weights(self._experts)
-        slots = _sorted_slots(rows, local_expert_ids, weights, parameters.num_experts)
+        slots = sorted_slots(rows, local_expert_ids, weights, parameters.num_experts)
         compute = self._plain if slots.num_used is None else self._compute
         return compute(parameters, rows, *slots)
 
@@ -195,7 +195,7 @@ class _FP8Experts:
 
     def __call__(self, rows: Tensor, local_expert_ids: Tensor, weights: Tensor) -> Tensor:
         num_experts = self._spec.read_weights(self._experts).up.shape[0]
-        row_of_slot, weights, offsets, _ = _sorted_slots(
+        row_of_slot, weights, offsets, _ = sorted_slots(
             rows, local_expert_ids, weights, num_experts
         )
         return self.grouped(rows, row_of_slot, weights, offsets)
@@ -303,9 +303,10 @@ class _Slots(NamedTuple):
     num_used: int | None
 
 
-def _sorted_slots(
+def sorted_slots(
     rows: Tensor, local_expert_ids: Tensor, weights: Tensor, num_experts: int
 ) -> _Slots:
+    """The slots of rows [R, H], ids [R, J] and weights [R, J], as a call of `RoutedExperts` takes them."""
     check_routing(rows, local_expert_ids, weights)
     _check_ids(local_expert_ids, num_experts)
     slots = local_expert_ids.shape[1]

@@ -1,0 +1,72 @@
+"""What `ep_kernels` and `ep_dispatch` run on CUDA, told to a tracker of fake tensors on the CPU.
+
+There Triton kernels take the place of several operators, write into what is there, and make no
+temporaries; passes over slots are made over larger blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import ep_kernels.activation
+import ep_kernels.mlp
+import ep_kernels.rows
+from ep_kernels.activation import is_silu_gated
+from ep_kernels.rows import accumulation_dtype
+from ep_kernels.spec import ExpertsSpec
+
+from .tracker import Tracker
+
+
+@contextmanager
+def cuda_paths(tracker: Tracker) -> Iterator[None]:
+    """Run what CUDA would inside."""
+    activation, rows = ep_kernels.activation, ep_kernels.rows
+    forward, backward = activation.scaled_activation, activation.scaled_activation_backward
+
+    def kernel(read: list[Tensor], written: list[Tensor]) -> None:
+        tracker.run_kernel(
+            sum(x.nbytes for x in read), sum(x.nbytes for x in written), 1, written[0].dtype
+        )
+
+    def activate(
+        spec: ExpertsSpec, pre: Tensor, weights: Tensor, inner: int, *, copies: bool
+    ) -> Tensor:
+        if not is_silu_gated(spec):
+            return forward(spec, pre, weights, inner, copies=copies)
+        out = pre.new_empty(pre.shape[0], inner)
+        kernel([pre, weights], [out])
+        return out
+
+    def activate_backward(
+        spec: ExpertsSpec, pre: Tensor, weights: Tensor, grad: Tensor, **settings: Any
+    ) -> Tensor:
+        if not is_silu_gated(spec):
+            return backward(spec, pre, weights, grad, **settings)
+        weights_grad = pre.new_empty(pre.shape[0], dtype=accumulation_dtype(pre.dtype))
+        out = settings["out"]
+        kernel([pre, weights, grad], [grad, weights_grad] + ([] if out is None else [out]))
+        return weights_grad
+
+    def segment_sums(
+        values: Tensor, order: Tensor, starts: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        out = values.new_empty(starts.shape[0], values.shape[1])
+        kernel([values, order, starts], [out])
+        return out
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (ep_kernels.mlp, "scaled_activation", activate),
+            (ep_kernels.mlp, "scaled_activation_backward", activate_backward),
+            (ep_kernels.mlp, "segment_sums", segment_sums),
+            (rows, "segment_sums", segment_sums),
+            (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        yield
