@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,9 @@ class Call:
         return inside, outside
 
 
-def call_of(func: Any, args: Sequence[Any], result: Any, mesh: ParallelMesh) -> Call | None:
+def call_of(
+    func: Any, args: Sequence[Any], result: Any, axis: Callable[[tuple[int, ...]], str]
+) -> Call | None:
     """The collective that an operator is, None if it is none, or of one rank."""
     name = func.overloadpacket.__name__
     kind = next((kind for part, kind in _KINDS if part in name), None)
@@ -74,7 +76,7 @@ def call_of(func: Any, args: Sequence[Any], result: Any, mesh: ParallelMesh) -> 
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return None
-    return Call(kind, axis_of(mesh, ranks), _sent(func, kind, args, result, len(ranks)), ranks)
+    return Call(kind, axis(ranks), _sent(func, kind, args, result, len(ranks)), ranks)
 
 
 def axis_of(mesh: ParallelMesh, ranks: Sequence[int]) -> str:

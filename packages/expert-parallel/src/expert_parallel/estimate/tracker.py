@@ -30,7 +30,7 @@ from ._compat import (
     in_backward,
     quiet_propagation,
 )
-from .collectives import NAMESPACES, Call, call_of
+from .collectives import NAMESPACES, Call, axis_of, call_of
 from .memory import Kind, Memory
 from .operators import Cost, cost_of, tensors_of
 from .timeline import Carried, Timeline
@@ -61,6 +61,7 @@ class Tracker(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.host_reads = 0
+        self._axes: dict[tuple[int, ...], str] = {}
         self._running = 0
         self._forward = 0
         self._next_is_fsdp = False
@@ -192,7 +193,8 @@ class Tracker(TorchDispatchMode):
         self.seconds[name] += seconds  # type: ignore[assignment]
 
     def _collect(self, func: Any, args: Any, result: Any) -> None:
-        call = call_of(func, args, result, self.mesh)
+        with self.paused():
+            call = call_of(func, args, result, self._axis)
         if call is None:
             return
         fsdp, self._next_is_fsdp = self._next_is_fsdp, False
@@ -209,6 +211,11 @@ class Tracker(TorchDispatchMode):
             if fsdp or (call.kind == "all_reduce" and call.axis.startswith("dp_replicate")):
                 how = "gather" if call.kind == "all_gather" else "reduce"
             self.timeline.collective(seconds, how, later=self._later)
+
+    def _axis(self, ranks: tuple[int, ...]) -> str:
+        if ranks not in self._axes:
+            self._axes[ranks] = axis_of(self.mesh, ranks)
+        return self._axes[ranks]
 
     def _mark(self, call: Call, fsdp: bool, args: Any, result: Any) -> None:
         """Say what the buffers of a collective are."""
