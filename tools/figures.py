@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import estimate_figures
+
 Figure = Callable[[], dict[str, Any]]
 FIGURES: dict[str, Figure] = {}
 PLAIN = ("layouts_checked", "rank_pool", "load_cost", "checkpoint_cost")
@@ -31,6 +33,8 @@ TOLD = (
     "activation_ratio_recompute",
     "rss_ratio",
     "rss_MB",
+    "unique",
+    "bottleneck",
 )
 """What the page tells of a figure beside its value."""
 TABLE = "| figure | value | against | conditions | measured |\n| --- | --- | --- | --- | --- |\n"
@@ -350,6 +354,7 @@ for _ep in (8, 4, 2):
     _layer_figures(_ep)
 for _layout in ("tp8", "tp4_fsdp2", "tp2_fsdp4", "fsdp8"):
     FIGURES[f"step_speedup_{_layout}"] = _step_figure(_layout)
+FIGURES.update(estimate_figures.figures())
 
 
 def _checkpoint_figures() -> None:

@@ -99,7 +99,7 @@ def simulate(setting: Setting) -> Step:
             own_experts=True,
             recompute=setting.experts_recompute,
             ep_options=setting.ep_options,
-            backend="grouped_mm" if setting.config.ep_size > 1 and setting.cuda else "auto",
+            backend="grouped_mm" if setting.config.ep_size > 1 else "auto",
         )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         tracker = Tracker(mesh, fake=fake)

@@ -53,9 +53,12 @@ class Timeline:
         elif how == "reduce":
             self.link = max(self.link, self.host, self.compute) + seconds
         else:
-            done = max(self.host, self.compute) + seconds
-            if self.link > max(self.host, self.compute):
+            begin = max(self.host, self.compute)
+            done = begin + seconds
+            if self.link > begin:
                 self.link += seconds
+                pending = [end + seconds if end > begin else end for end in self._gathers]
+                self._gathers = deque(pending)
             if later:
                 self._behind.append(done)
             else:
