@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig
 from expert_parallel.cli.models import build_on_meta
-from expert_parallel.estimate import DEVICES, Device, Estimate, estimate
+from expert_parallel.estimate import DEVICES, Device, Estimate, calibrate, estimate
 from expert_parallel.estimate.memory import KINDS
 from expert_parallel.estimate.operators import cost_of
 from expert_parallel.estimate.routing import draw_experts
@@ -208,3 +208,16 @@ def test_views_cost_nothing_and_products_what_they_multiply() -> None:
     y = torch.ones(8, 2)
     product = cost_of(aten.mm.default, (x, y), {}, x @ y)
     assert (product.flops, product.moved, product.kernels) == (2 * 4 * 8 * 2, 4 * (32 + 16 + 8), 1)
+
+
+def test_calibration_changes_what_it_measures() -> None:
+    found = calibrate("a100", size=64, on="cpu")
+    measured = found.matmul_share, found.memory_share, found.launch_seconds
+    assert all(value > 0 for value in measured)
+    restored = replace(
+        found,
+        matmul_share=DEVICES["a100"].matmul_share,
+        memory_share=DEVICES["a100"].memory_share,
+        launch_seconds=DEVICES["a100"].launch_seconds,
+    )
+    assert restored == DEVICES["a100"]

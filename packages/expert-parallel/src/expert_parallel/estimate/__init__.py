@@ -1,6 +1,7 @@
 """Memory, traffic and time of a training step, estimated on a machine without the devices."""
 
 from .api import estimate
+from .calibrate import calibrate
 from .devices import DEVICES, Device
 from .report import Estimate, MemoryPeak, StepTime, Traffic
 from .routing import RoutingModel
@@ -13,5 +14,6 @@ __all__ = [
     "RoutingModel",
     "StepTime",
     "Traffic",
+    "calibrate",
     "estimate",
 ]
