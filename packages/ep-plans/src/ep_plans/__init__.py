@@ -11,7 +11,7 @@ from ep_plans.low_rank import (
     reduce_gradients,
     transposed_sharding,
 )
-from ep_plans.nonfinite import NonFinite, find_nonfinite, local_part
+from ep_plans.nonfinite import NonFinite, find_nonfinite
 from ep_plans.parallelize import ParallelState, note_parameters, parallel_state, parallelize
 from ep_plans.parameters import plan_parameters
 from ep_plans.resolve import Plans, resolve_plans
@@ -86,7 +86,6 @@ __all__ = [
     "layer_costs",
     "local",
     "local_parameters",
-    "local_part",
     "model_flops",
     "no_sync",
     "note_parameters",

@@ -78,27 +78,6 @@ def grad_norm(
     """
     tensors = [tensor for _, tensor in with_names(parameters)]
     norm = GradNorm(norm_type)
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    holders = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in holders if p.grad is not None]
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, got {norm_type}.")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    first = _local(parameters[0]) if parameters else torch.zeros(())
-    parts = [
-        _local_power(grad, norm_type, world, _share(p)).to(first.device)
-        for p, grad in zip(holders, grads, strict=True)
-    ]
-    # In float64, so that squares of very large and very small norms stay in range.
-    total = torch.stack([torch.zeros((), dtype=torch.float64, device=first.device), *parts])
-    if math.isinf(norm_type):
-        norm = _greatest(total.amax(), world)
-    else:
-        power = total.sum()
-        if world > 1:
-            dist.all_reduce(power)
-        norm = power.pow(1.0 / norm_type)
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

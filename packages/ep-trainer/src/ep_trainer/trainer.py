@@ -490,14 +490,10 @@ class EPTrainer(CheckpointingTrainer):
         """Train; `resume_from_checkpoint=True` goes on from the newest complete checkpoint."""
         if not self.is_sharded:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._collect.check(self._meters)
         with self.checkpointed_run():
             checkpoint = self.found_checkpoint(resume_from_checkpoint)
             return super().train(checkpoint, *args, **kwargs)
-        """Train."""
-        if self.is_sharded:
-            check_resume(resume_from_checkpoint)
-            self._collect.check(self._meters)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary checkpoint that plain transformers loads. Every rank must call it."""
