@@ -320,3 +320,34 @@ def test_tokens_are_taken_back_where_a_rank_has_one_stage(ranks: RankPool, tmp_p
     assert all(torch.equal(told, expected) for told in ranks.run(looked_up, path, "1f1b", world=2))
     with pytest.raises(AssertionError, match="takes tokens back"):
         ranks.run(looked_up, path, "zero_bubble", world=2)
+
+
+def continued(rank: int, model: str, layout: dict[str, Any]) -> list[torch.Tensor]:
+    split = parallelize(build(model), DistributedConfig(**layout))
+    return steps(split)
+
+
+@torch.no_grad()
+def steps(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The logits of a text with padding, given piece by piece, its place known by the cache alone."""
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, 3:5] = 0
+    cache, found = None, []
+    for start, end in ((0, 9), (9, 10), (10, 12)):
+        output = model(ids[:, start:end], mask[:, :end], cache=cache, use_cache=True)
+        cache = output.cache
+        found.append(output.logits)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "layer types"])
+def test_the_cache_knows_its_length_on_every_stage(
+    ranks: RankPool, name: str, schedule: str
+) -> None:
+    layout = {"pp_size": 2, "pp_schedule": schedule}
+    expected = steps(build(name))
+    for told in ranks.run(continued, name, layout, world=2):
+        for logits, whole in zip(told, expected, strict=True):
+            assert relative_error(logits, whole) < 1e-5

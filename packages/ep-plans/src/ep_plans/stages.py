@@ -311,9 +311,9 @@ def _children_first(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def _count_tokens(cache: Any, index: int, hidden: Tensor) -> None:
-    """Let a cache hear of the tokens of a layer that is elsewhere: keys without features.
+    """Let a cache hear of the tokens of a layer that is elsewhere: keys and values of one zero.
 
-    The cache of a linear attention, which has no length, hears that it was used.
+    transformers takes keys without elements for no tokens. The cache of a linear attention, which has no length, hears that it was used.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:
@@ -322,8 +322,8 @@ def _count_tokens(cache: Any, index: int, hidden: Tensor) -> None:
     if isinstance(used := getattr(layer, "has_previous_state", None), dict):
         used.update(dict.fromkeys(used, True))
     if layer is None or hasattr(layer, "get_seq_length"):
-        nothing = hidden.new_empty(hidden.shape[0], 1, hidden.shape[1], 0)
-        cache.update(nothing, nothing, index)
+        zeros = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)
+        cache.update(zeros, zeros, index)
 
 
 def _top_k(model: nn.Module) -> int:
