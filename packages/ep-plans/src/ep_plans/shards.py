@@ -18,7 +18,7 @@ def box_of(tensor: torch.Tensor) -> Box:
         return whole_box(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a parameter lies on a mesh without this rank"
-    box = _box_at(tensor, coordinate)
+    box = box_at(tensor, coordinate)
     if lengths(box) != tuple(tensor.to_local().shape):
         raise ValueError(
             f"A parameter of shape {tuple(tensor.shape)} placed {tensor.placements} on the mesh "
@@ -40,13 +40,16 @@ def holders(tensor: DTensor) -> dict[int, Box]:
     ranks = tensor.device_mesh.mesh
     places = torch.cartesian_prod(*(torch.arange(size) for size in ranks.shape))
     return {
-        int(ranks[tuple(place)]): _box_at(tensor, place)
+        int(ranks[tuple(place)]): box_at(tensor, place)
         for place in places.view(-1, ranks.ndim).tolist()
     }
 
 
-def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """Model axes cut first, then data axes (FSDP) what is left, whatever their order in the mesh."""
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The box of the rank at `coordinate` of the tensor's mesh.
+
+    Model axes cut first, then data axes (FSDP) what is left, whatever their order in the mesh.
+    """
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     model: list[Part] = []

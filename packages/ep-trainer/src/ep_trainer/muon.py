@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from torch.optim.adamw import adamw
 
 from ep_mesh import ParallelMesh
 from ep_plans import local, parallel_state
-from ep_plans.pieces import Ranges, blocks, held_ranges, numel_of, shape_of
+from ep_plans.boxes import Box, lengths, numel, pieces, whole_box
 from ep_plans.sharding import DATA_AXES, cut_ranges, dim_and_packs
+from ep_plans.shards import box_at
 from ep_trainer.optim import split_by_mesh
 
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
@@ -227,12 +228,12 @@ class _Sharers:
 
     Attributes:
         ranks: in the order in which matrices are dealt out to them.
-        ranges: of a matrix, what each of them holds.
+        boxes: of a matrix, what each of them holds.
         copies: of the ranks that hold a matrix several times over, which set each belongs to.
     """
 
     ranks: tuple[int, ...]
-    ranges: tuple[Ranges, ...]
+    boxes: tuple[Box, ...]
     copies: tuple[tuple[int, ...], ...]
 
 
@@ -304,12 +305,12 @@ def _take_turn(turn: Sequence[_Matrix], sharers: _Sharers, dtype: torch.dtype) -
     parts = [matrix.direction(dtype).contiguous() for matrix in turn]
     owned = turn[me] if me < len(turn) else None
     others = [peer for peer in range(len(sharers.ranks)) if peer != me]
-    holders = [peer for peer in others if numel_of(sharers.ranges[peer])]
+    holders = [peer for peer in others if numel(sharers.boxes[peer])]
     owners = [peer for peer in others if peer < len(turn) and parts[peer].numel()]
     same_copy = [peer for peer in others if sharers.copies[peer] == sharers.copies[me]]
 
     def new_part(peer: int) -> Tensor:
-        return parts[0].new_empty(shape_of(sharers.ranges[peer]))
+        return parts[0].new_empty(lengths(sharers.boxes[peer]))
 
     got = {p: new_part(p) for p in holders if p in same_copy} if owned else {}
     _exchange({p: parts[p] for p in owners if p in same_copy}, got, sharers)
@@ -317,12 +318,12 @@ def _take_turn(turn: Sequence[_Matrix], sharers: _Sharers, dtype: torch.dtype) -
     if owned is not None:
         whole = parts[me].new_empty(owned.shape)
         for peer, part in {**got, me: parts[me]}.items():
-            for at, inside in blocks(sharers.ranges[peer]):
+            for at, inside in _blocks(sharers.boxes[peer]):
                 whole[at] = part[inside]
         whole = owned.orthogonal(whole)
         for peer in [*holders, me]:
             back[peer] = new_part(peer)
-            for at, inside in blocks(sharers.ranges[peer]):
+            for at, inside in _blocks(sharers.boxes[peer]):
                 back[peer][inside] = whole[at]
         del whole
         owned.step(back.pop(me))
@@ -330,6 +331,12 @@ def _take_turn(turn: Sequence[_Matrix], sharers: _Sharers, dtype: torch.dtype) -
     _exchange(back, news, sharers)
     for owner, part in news.items():
         turn[owner].step(part)
+
+
+def _blocks(box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Each contiguous block of a box: where it is in the whole matrix, and in the part."""
+    for place, local_place in pieces(box):
+        yield tuple(slice(*each) for each in place), tuple(slice(*each) for each in local_place)
 
 
 def _exchange(send: dict[int, Tensor], receive: dict[int, Tensor], sharers: _Sharers) -> None:
@@ -345,7 +352,7 @@ def _sharers(parameter: Tensor, mesh: ParallelMesh | None) -> _Sharers:
     """See the note at the top."""
     if not isinstance(parameter, DTensor):
         ranks = (0,) if mesh is None else tuple(mesh.mesh("dp", "tp").mesh.flatten().tolist())
-        whole = tuple(((0, size),) for size in parameter.shape[-2:])
+        whole = whole_box(parameter.shape[-2:])
         return _Sharers(ranks, (whole,) * len(ranks), tuple((rank,) for rank in ranks))
     grid, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert here is not None
@@ -362,7 +369,7 @@ def _sharers(parameter: Tensor, mesh: ParallelMesh | None) -> _Sharers:
     ]
     return _Sharers(
         tuple(int(grid.mesh[place]) for place in places),
-        tuple(held_ranges(parameter, place)[-2:] for place in places),
+        tuple(box_at(parameter, place)[-2:] for place in places),
         tuple(tuple(place[axis] for axis in copied) for place in places),
     )
 
