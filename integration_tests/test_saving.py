@@ -148,7 +148,7 @@ def test_a_built_model_that_was_trained_is_saved(
 
 def failing_save(rank: int, source: str, target: str, budget: int) -> str:
     """Save with a disk that is full after some bytes; only the first rank writes."""
-    from expert_parallel.safetensors_file import FileWriter
+    from ep_plans.safetensors_file import FileWriter
 
     model = AutoModelForCausalLM.from_pretrained(source, distributed_config=MIXED)
     left = budget

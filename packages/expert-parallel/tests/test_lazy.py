@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from expert_parallel.boxes import Box, lengths, numel
+from ep_plans.boxes import Box, lengths, numel
 from expert_parallel.lazy import Constant, LazyTensor, Node, by_row, materialize
 
 

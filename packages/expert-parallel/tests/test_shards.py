@@ -9,11 +9,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ep_mesh import Layout, ParallelMesh
+from ep_plans.boxes import Box, lengths
 from ep_plans.sharding import Cut, shard_tensor
+from ep_plans.shards import box_of, holders
 from ep_testing import RankPool
-from expert_parallel.boxes import Box, lengths
 from expert_parallel.gathering import GatheredTensor, gathered
-from expert_parallel.shards import box_of, holders
 
 
 def taken(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -17,10 +17,10 @@ import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 
+from ep_plans.boxes import Box
 from ep_trainer.checkpoint import CheckpointError
 from ep_trainer.checkpoint.offline import StoredTensors, read_manifest
 from expert_parallel import _compat
-from expert_parallel.boxes import Box
 from expert_parallel.directory import is_weights, replaced_directory
 from expert_parallel.lazy import LazyTensor, Node
 from expert_parallel.saving import write_index, write_tensors

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ep_plans import parallel_state
-from expert_parallel.boxes import Box, intersection, lengths, numel, pieces, positions, whole_box
+from ep_plans.boxes import Box, intersection, lengths, numel, pieces, positions, whole_box
+from ep_plans.shards import holders
 from expert_parallel.lazy import LazyTensor, Node, block
-from expert_parallel.shards import holders
 
 ROOT = 0  # the rank that gathers
 

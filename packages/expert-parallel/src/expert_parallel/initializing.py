@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 import ep_plans
 from ep_plans import TiedWeight
+from ep_plans.shards import box_of, home_of, replacement
 from expert_parallel import _compat
 from expert_parallel.lazy import Constant
-from expert_parallel.shards import box_of, home_of, replacement
 
 
 def initialize(model: nn.Module, seed: int = 0) -> None:

@@ -18,8 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from expert_parallel._compat import make_wrapper_subclass, tree_map_only
-from expert_parallel.boxes import (
+from ep_plans.boxes import (
     Box,
     Interval,
     clipped,
@@ -29,6 +28,7 @@ from expert_parallel.boxes import (
     shifted,
     whole_box,
 )
+from expert_parallel._compat import make_wrapper_subclass, tree_map_only
 
 aten = torch.ops.aten
 _PIECE = 64 << 20  # bytes that a function of rows makes at once

@@ -25,15 +25,15 @@ from transformers import PreTrainedModel
 from ep_kernels import BackendRequest, Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import check_ep_options, parallel_state
+from ep_plans.boxes import lengths
+from ep_plans.shards import box_of, home_of, replacement
 from expert_parallel import _compat
 from expert_parallel.agreement import OtherRankError, all_or_none, raise_together
-from expert_parallel.boxes import lengths
 from expert_parallel.configs import as_config
 from expert_parallel.initializing import initialize_missing
 from expert_parallel.lazy import Constant, LazyTensor, by_row
 from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
-from expert_parallel.shards import box_of, home_of, replacement
 
 _READING = "Loading the checkpoint"
 _REPORT = "_expert_parallel_load_report"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from expert_parallel.boxes import Box, Interval, pieces
+from ep_plans.boxes import Box, Interval, pieces
 from expert_parallel.lazy import LazyTensor, Node, block
 
 _PIECE = 64 << 20  # bytes read at once

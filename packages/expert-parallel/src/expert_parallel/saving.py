@@ -22,13 +22,13 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from transformers import PreTrainedModel
 
+from ep_plans.boxes import Box, whole_box
+from ep_plans.safetensors_file import FileWriter, layout, row_pieces
 from expert_parallel import _compat
 from expert_parallel.agreement import all_or_none
-from expert_parallel.boxes import Box, whole_box
 from expert_parallel.directory import replaced_directory
 from expert_parallel.gathering import ROOT, gathered
 from expert_parallel.lazy import LazyTensor
-from expert_parallel.safetensors_file import FileWriter, layout, row_pieces
 
 PIECE = 256 << 20  # bytes gathered at once, if max_shard_size is not smaller
 
