@@ -30,6 +30,7 @@ from ep_trainer.meters import heatmap, speed
 from ep_trainer.meters.balance import layer_load, lost_share, waiting_factor, worst_layers
 from ep_trainer.meters.base import Collector
 from ep_trainer.meters.routes import Routes
+from ep_trainer.moe_layers import MoELayer
 
 EXPERTS, LENGTH, ROWS = 8, 7, 16
 MASKED = {
@@ -166,6 +167,7 @@ REST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (TP_EP, {"gradient_checkpointing": True}),
     ({"fsdp_size": 4, "ep_size": 4}, REENTRANT),
     ({"tp_size": 2, "fsdp_size": 2}, {}),
+    ({"tp_size": 2, "fsdp_size": 2, "enable_sequence_parallel": True}, {}),
     ({"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}, {}),
     ({"tp_size": 4, "ep_size": 4}, {}),
 ]
@@ -209,10 +211,15 @@ def test_bytes_sent_are_those_that_the_routing_needs(ranks: RankPool, tmp_path: 
     assert found[0][1] == found[3][1]
 
 
+def layer_of(num_experts: int, **where: int) -> MoELayer:
+    return MoELayer("experts", nn.Module(), nn.Module(), num_experts, spread=True, **where)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_counting_waits_for_no_device(masked: bool) -> None:
     """Fake tensors have no values: reading one, as a host synchronization does, would raise."""
-    routes = Routes(8, 4, 4) if masked else Routes(8, spread=True, ranks=2, own=1, slices=(2, 1))
+    layer = layer_of(8, first=4, masked=4) if masked else layer_of(8)
+    routes = Routes(layer) if masked else Routes(layer, ranks=2, own=1, slices=(2, 1))
     with FakeTensorMode():
         ids = torch.empty(5, 2, dtype=torch.int64)
         for _ in range(2):
@@ -223,14 +230,14 @@ def test_counting_waits_for_no_device(masked: bool) -> None:
 
 
 def test_ids_that_mean_no_expert_count_nowhere() -> None:
-    routes = Routes(4, spread=True, ranks=2)
+    routes = Routes(layer_of(4), ranks=2)
     routes.add(torch.ones(3, 1), torch.tensor([[0, -1], [-1, 3], [2, 3]]))
     counts, sent = routes.take()
     assert counts is not None
     assert counts.tolist() == [1, 0, 1, 2]
     assert sent is not None
     assert sent.item() == 2 * 4 * 4, "two tokens, four passes of one float32"
-    local = Routes(4, 2, 2)
+    local = Routes(layer_of(4, first=2, masked=2))
     local.add(None, torch.tensor([[0, 2], [1, 1]]))
     counts, sent = local.take()
     assert counts is not None

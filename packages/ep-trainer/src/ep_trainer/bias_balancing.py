@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
 from ep_plans import local, parallel_state
-from ep_trainer.moe_layers import MoELayer, TrainingForward, moe_layers, seen_by, tokens_of
+from ep_trainer.moe_layers import (
+    MoELayer,
+    TrainingForward,
+    count_routes,
+    moe_layers,
+    routed,
+    seen_by,
+    tokens_of,
+)
 
 BIAS_NAMES = ("e_score_correction_bias", "expert_bias")
 """What released models call the bias that their routers add to the scores to choose by."""
@@ -106,30 +114,18 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _begin(self, kwargs: Any) -> None:
         self._tokens = tokens_of(kwargs)
 
-    def _counter(self, layer: MoELayer, counts: Tensor) -> Any:
-        # The ranks of a TP group see the same tokens, unless each has a slice or its experts' part.
-        counts_here = layer.sliced or layer.masked is not None or self._tp[1] == 0
-
+    def _counter(self, layer: MoELayer, counts_E: Tensor) -> Any:
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
             assert self._forward is not None
-            if not self._forward.runs or not counts_here:
+            _, ids_TK = routed(args, kwargs)
+            if not self._forward.runs or layer.repeated or ids_TK is None:
                 return
-            ids_TK = next(
-                local(x)
-                for x in (*args, *kwargs.values())
-                if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
-            ).detach()
-            each_T = torch.ones(ids_TK.shape[0], dtype=counts.dtype, device=ids_TK.device)
+            weights_T = None
             if self._tokens is not None:
                 shown_T = seen_by(layer, self._tokens, *self._tp)
-                if shown_T.shape == each_T.shape:  # not where a model adds tokens of its own
-                    each_T = shown_T.to(ids_TK.device, counts.dtype)
-            each_TK = each_T[:, None].expand(ids_TK.shape)
-            here_TK = ids_TK.ge(0)
-            if layer.masked is not None:
-                here_TK &= ids_TK.lt(layer.masked)
-            place_TK = (ids_TK.long() + layer.first).clamp(0, len(counts) - 1)
-            counts.index_add_(0, place_TK.reshape(-1), (each_TK * here_TK).reshape(-1))
+                if len(shown_T) == len(ids_TK):  # not where a model adds tokens of its own
+                    weights_T = shown_T.to(ids_TK.device, counts_E.dtype)
+            count_routes(layer, ids_TK, counts_E, weights_T)
 
         return count
 

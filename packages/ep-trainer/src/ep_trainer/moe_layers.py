@@ -1,6 +1,7 @@
-"""The MoE layers of a model, as hooks need them, and which tokens of a batch each of them sees.
+"""The MoE layers of a model, as hooks need them: their routes, and which tokens of a batch each sees.
 
-B rows of a batch, S positions, T tokens that a layer sees, E experts of a layer
+B rows of a batch, S positions, T tokens that a layer sees, K experts per token, E experts of a layer,
+H hidden size
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ep_dispatch.collectives import chunk_bounds
-from ep_plans import num_experts_of, parallel_state
+from ep_plans import local, num_experts_of, parallel_state
 from ep_trainer.data import IGNORED
 
 
@@ -27,18 +28,22 @@ class MoELayer:
         experts: that module.
         block: the module around it.
         num_experts: E, of all ranks.
+        spread: whether each rank of the EP group holds some of them.
         first: what its expert ids count from: the rank's first expert, where a router masks.
         masked: the id that means "on another rank" there, else None.
         sliced: whether it sees this TP rank's slice of the sequence.
+        repeated: whether another TP rank sees the same routes, and counts them.
     """
 
     name: str
     experts: nn.Module
     block: nn.Module
     num_experts: int
+    spread: bool = False
     first: int = 0
     masked: int | None = None
     sliced: bool = False
+    repeated: bool = False
 
     @property
     def router(self) -> nn.Module | None:
@@ -58,23 +63,57 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
         if number is None or not stacked:
             continue
         block = modules[name.rpartition(".")[0]]
-        if state is None or name not in state.plans.experts:
+        if state is None:
             layers.append(MoELayer(name, module, block, number))
             continue
+        mesh, spread = state.mesh, name in state.plans.experts
         masks = name in state.plans.masked
-        slices = state.config.enable_sequence_parallel and state.config.tp_size > 1
+        shares = mesh.size("tp") > 1 and not masks
+        # Other blocks see what TP gathered for them.
+        slices = shares and spread and state.config.enable_sequence_parallel
         layers.append(
             MoELayer(
                 name,
                 module,
                 block,
-                number * state.mesh.size("ep"),
-                first=state.mesh.coordinate("ep") * number if masks else 0,
+                number * (mesh.size("ep") if spread else 1),
+                spread=spread,
+                first=mesh.coordinate("ep") * number if masks else 0,
                 masked=number if masks else None,
-                sliced=slices and not masks,
+                sliced=slices,
+                repeated=shares and not slices and mesh.coordinate("tp") > 0,
             )
         )
     return layers
+
+
+def routed(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The hidden states [T, H] and the expert ids [T, K] among the arguments of an experts module."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    hidden_TH = next((value for value in values if value.is_floating_point()), None)
+    ids_TK = next((value for value in values if value.dtype in (torch.int64, torch.int32)), None)
+    return hidden_TH, None if ids_TK is None else local(ids_TK).detach().long()
+
+
+def count_routes(
+    layer: MoELayer, ids_TK: Tensor, counts_E: Tensor, weights_T: Tensor | None = None
+) -> None:
+    """Add to `counts_E` how often each expert is chosen. No host synchronization.
+
+    Args:
+        layer: whose ids they are.
+        ids_TK: as its experts get them.
+        counts_E: of all experts of the layer.
+        weights_T: what a token counts; None: 1.
+    """
+    kept_TK = ids_TK.ge(0) & (ids_TK + layer.first).lt(layer.num_experts)
+    if layer.masked is not None:
+        kept_TK &= ids_TK.ne(layer.masked)
+    counted_TK = kept_TK.to(counts_E.dtype)
+    if weights_T is not None:
+        counted_TK = counted_TK * weights_T[:, None]
+    place_TK = (ids_TK + layer.first).clamp(0, layer.num_experts - 1)
+    counts_E.index_add_(0, place_TK.reshape(-1), counted_TK.reshape(-1))
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Tensor | None:

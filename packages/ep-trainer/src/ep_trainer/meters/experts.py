@@ -29,8 +29,9 @@ from ep_trainer.meters.balance import (
 )
 from ep_trainer.meters.base import Meter, gathered, own_rank, world_size
 from ep_trainer.meters.heatmap import check_matplotlib, draw_heatmap
-from ep_trainer.meters.routes import Routes, experts_modules, routed
+from ep_trainer.meters.routes import Routes
 from ep_trainer.meters.speed import flops_of_all_stages
+from ep_trainer.moe_layers import moe_layers, routed
 
 _KEPT_LOGS = 1000  # the newest in `history`
 
@@ -113,24 +114,22 @@ class ExpertLoad(Meter):
     ) -> None:
         """Watch the experts of the model; know those of all pipeline stages."""
         self.close()
-        experts = experts_modules(model)
-        stages = gathered({name: number for name, (_, number) in experts.items()})
+        layers = moe_layers(model)
+        stages = gathered({layer.name: layer.num_experts for layer in layers})
         found = {name: number for stage in stages for name, number in stage.items()}
         self._experts_of = {name: found[name] for name in sorted(found, key=_natural)}
         self.layers = list(self._experts_of)
         self._totals, self.loads, self.shares = {}, [], None
         self.history.clear()
         self._warned, self._steps = False, 0
-        self._routes = {
-            name: Routes.of(model, name, number) for name, (_, number) in experts.items()
-        }
         parallel = parallel_state(model)
+        self._routes = {layer.name: Routes.of(layer, parallel) for layer in layers}
         self._ep = 1 if parallel is None else parallel.mesh.layout.ep
         self._group = _own_group(parallel)
         self._model = flops_of_all_stages(model) if self.layers and self._ep > 1 else None
-        for name, (module, _) in experts.items():
-            hook = self._counter(self._routes[name])
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for layer in layers:
+            hook = self._counter(self._routes[layer.name])
+            self._handles.append(layer.experts.register_forward_pre_hook(hook, with_kwargs=True))
 
         def enter(module: nn.Module, inputs: Any) -> None:
             # Reentrant checkpointing has no gradients inside the layers; the whole model does.
@@ -187,7 +186,7 @@ class ExpertLoad(Meter):
             counts_E, bytes_sent = taken.get(name, (None, None))
             counts.append(zeros(number) if counts_E is None else counts_E)
             if counts_E is not None:
-                owners = self._group if self._routes[name].spread else [own_rank()]
+                owners = self._group if self._routes[name].layer.spread else [own_rank()]
                 rows_LW[layer, owners] = counts_E.view(len(owners), -1).sum(1)
             if bytes_sent is not None:
                 sent += bytes_sent / 1e9
