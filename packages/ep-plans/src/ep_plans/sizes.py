@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SLOTS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -32,6 +33,15 @@ def hidden_size(model: nn.Module) -> int:
         ValueError: the model's config doesn't tell it.
     """
     return _number_of(model, _HIDDEN, "the hidden size")
+
+
+def num_experts(model: nn.Module) -> int:
+    """E.
+
+    Raises:
+        ValueError: the model's config doesn't tell it.
+    """
+    return _number_of(model, _EXPERTS, "the number of experts")
 
 
 def experts_per_token(model: nn.Module) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from ep_plans.sizes import text_config
+
 
 @dataclass(frozen=True)
 class StageParts:
@@ -53,8 +55,7 @@ def find_parts(model: nn.Module) -> StageParts:
     def refuse(reason: str) -> ValueError:
         return ValueError(f"{name} can't be split into pipeline stages: {reason} Use pp_size=1.")
 
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise refuse("it is an encoder and a decoder, not one list of layers.")
     embedding, head = _embeddings(model)
     modules = dict(model.named_modules())
@@ -65,8 +66,7 @@ def find_parts(model: nn.Module) -> StageParts:
     owner = modules[owner_name]
     prefix = f"{owner_name}." if owner_name else ""
     lists = [child for child, module in owner.named_children() if isinstance(module, nn.ModuleList)]
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    count = getattr(text, "num_hidden_layers", None)
+    count = getattr(text_config(model), "num_hidden_layers", None)
     lists = [child for child in lists if len(owner.get_submodule(child)) == count] or lists
     if len(lists) != 1:
         raise refuse(f"{type(owner).__name__} has {len(lists)} lists of layers, not one.")

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from ep_mesh import PP_SCHEDULES, DistributedConfig
 from ep_plans.patterns import is_below
 from ep_plans.resolve import Plans
+from ep_plans.sizes import experts_per_token
 from ep_plans.splitting import StageParts, find_parts
 from ep_plans.styles.base import num_experts_of
-
-_TOP_K = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-)
 
 
 @dataclass(frozen=True)
@@ -327,10 +320,10 @@ def _count_tokens(cache: Any, index: int, hidden: Tensor) -> None:
 
 
 def _top_k(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    values = (getattr(text, name, None) for name in _TOP_K)
-    return next((value for value in values if isinstance(value, int) and value > 0), 1)
+    try:
+        return experts_per_token(model)
+    except ValueError:
+        return 1
 
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_mesh import ParallelMesh
+from ep_plans.sizes import text_config
 
 
 def load_sums(
@@ -107,8 +108,7 @@ class BalancingLoss:
     @classmethod
     def of(cls, model: nn.Module, mesh: ParallelMesh) -> Self | None:
         """For a model whose config has the coefficient and top-k; None without."""
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = text_config(model)
         coefficient = getattr(model, "router_aux_loss_coef", None)
         if coefficient is None:
             coefficient = getattr(text, "router_aux_loss_coef", None)

@@ -31,6 +31,7 @@ from ep_plans import parallel_state
 from ep_plans.micro_batches import count_rows, micro_batch_count, split_batch
 from ep_plans.pipelining import PipelineSteps
 from ep_plans.shared_weights import SharedWeights
+from ep_plans.sizes import hidden_size, num_experts, text_config
 from ep_plans.stage_forward import stage_forward
 from ep_trainer._compat import maybe_install_capturing_hooks
 from ep_trainer.balancing import BalancingLoss, balancing_loss_of_shards, load_sums
@@ -40,8 +41,6 @@ Batch = Mapping[str, Any]
 ComputeLoss = Callable[[nn.Module, dict[str, Any], Tensor | None, int], Tensor]
 """Makes a micro-batch's loss, without the auxiliary one, of the last stage (a module that takes the
 micro-batch), the micro-batch, N and M."""
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class PipelineRunner:
@@ -270,23 +269,18 @@ class PipelineRunner:
             raise ValueError(
                 f"a pipeline's batch needs input_ids [rows, length], got {', '.join(micro_batch)}."
             )
-        text = _text_config(self.model)
-        shape = (ids.shape[0], ids.shape[1], text.hidden_size)
+        shape = (ids.shape[0], ids.shape[1], hidden_size(self.model))
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         if not self._is_balanced(micro_batch):
             return (hidden,)
-        numbers = 2 * self._num_experts() + 1
+        numbers = 2 * num_experts(self.model) + 1
         return hidden, torch.empty(numbers, dtype=torch.float32, device="meta", requires_grad=True)
 
     def _is_balanced(self, batch: Batch) -> bool:
         asked = batch.get("output_router_logits")
         if asked is None:
-            asked = getattr(_text_config(self.model), "output_router_logits", False)
+            asked = getattr(text_config(self.model), "output_router_logits", False)
         return bool(asked) and self._balancing is not None and "labels" in batch
-
-    def _num_experts(self) -> int:
-        text = _text_config(self.model)
-        return next(int(n) for name in _EXPERTS if (n := getattr(text, name, None)))
 
     def _sums(
         self, logits: Sequence[Tensor], hidden: Tensor, kwargs: Mapping[str, Any]
@@ -294,7 +288,7 @@ class PipelineRunner:
         """Of the stage's own layers: choices [E], probabilities [E], tokens, as one vector."""
         assert self._balancing is not None
         if not logits:
-            size = 2 * self._num_experts() + 1
+            size = 2 * num_experts(self.model) + 1
             return (torch.zeros(size, dtype=torch.float32, device=hidden.device),)
         choices, probabilities, tokens = load_sums(logits, self._balancing.top_k, self._mask)
         return (torch.cat([choices, probabilities, tokens.reshape(1)]),)
@@ -336,11 +330,6 @@ def _as_sent(value: Tensor, like: Tensor) -> Tensor:
         return value.detach().requires_grad_()
     # torch detaches what was sent in place, which views refuse.
     return value.clone() if value._is_view() else value
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _takes(model: nn.Module, name: str) -> bool:
