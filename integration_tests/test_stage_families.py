@@ -17,7 +17,10 @@ from families import Family, build, family_names
 from torch import Tensor
 
 from ep_mesh import DistributedConfig
-from ep_plans import Pipeline, find_parts, keep_stages, plan_stages, stage_forward
+from ep_plans import Pipeline
+from ep_plans.splitting import find_parts
+from ep_plans.stage_forward import stage_forward
+from ep_plans.stages import keep_stages, plan_stages
 
 SAMPLE = (
     "DeepseekV4Config",  # several residual streams, joined after the layers

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import (
-    Cut,
-    ParameterSharding,
+from ep_plans import Cut, ParameterSharding
+from ep_plans.low_rank import (
     factor_shardings,
     gradient_reduction,
     reduce_gradients,

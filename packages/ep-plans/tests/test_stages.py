@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ep_mesh import DistributedConfig
-from ep_plans import (
-    Pipeline,
-    Stages,
-    find_parts,
-    keep_stages,
-    layer_costs,
-    place_stages,
-    plan_stages,
-    stage_forward,
-    stage_ranges,
-)
+from ep_plans import Pipeline, Stages
+from ep_plans.splitting import find_parts
+from ep_plans.stage_forward import stage_forward
+from ep_plans.stages import keep_stages, layer_costs, place_stages, plan_stages, stage_ranges
 
 HIDDEN, VOCABULARY = 6, 20
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import ep_plans
-from ep_plans import TiedWeight
 from ep_plans.shards import box_of, home_of, replacement
+from ep_plans.stages import TiedWeight
 from expert_parallel import _compat
 from expert_parallel.lazy import Constant
 

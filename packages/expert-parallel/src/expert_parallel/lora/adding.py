@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ep_plans import ParallelState, ParameterSharding, note_parameters, parallel_state
+from ep_plans import ParallelState, ParameterSharding, parallel_state
+from ep_plans.parallelize import note_parameters
 from expert_parallel._compat import holds_adapters
 from expert_parallel.agreement import all_or_none
 from expert_parallel.initializing import shared_seed

@@ -20,13 +20,15 @@ from ep_plans import (
     around_forward,
     attributes,
     change_output,
+    inside_forward,
+    local,
+    shard_tensor,
+)
+from ep_plans.low_rank import (
     cut_mesh,
     factor_shardings,
     gradient_reduction,
-    inside_forward,
-    local,
     reduce_gradients,
-    shard_tensor,
     transposed_sharding,
 )
 from expert_parallel.lora._compat import PeftLayer
