@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ep_mesh import ParallelMesh
+from ep_mesh.world import gathered
 from ep_plans.gradients import set_holders
 
 
@@ -26,8 +27,7 @@ class SharedWeights:
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self.group, self.peers = mesh.group("pp"), mesh.layout.group("pp", mesh.rank)
         named = dict(model.named_parameters(remove_duplicate=False))
-        names: list[list[str]] = [[] for _ in self.peers]
-        dist.all_gather_object(names, list(named), group=self.group)
+        names = gathered(list(named), self.group)
         self._shared: list[tuple[nn.Parameter, int]] = []
         self._before: list[Tensor | None] | None = None
         for name, parameter in model.named_parameters():

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from ep_mesh.world import gathered
+
 
 class OtherRankError(RuntimeError):
     """This rank was fine, another one was not; the message holds what it said."""
@@ -43,8 +45,7 @@ def raise_together(
     """
     if dist.is_initialized():
         mine = None if error is None else f"{type(error).__name__}: {error}"
-        messages: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(messages, mine, group=group)
+        messages = gathered(mine, group)
         failed = [rank for rank, message in enumerate(messages) if message is not None]
         if failed and error is None:
             rank = dist.get_process_group_ranks(group)[failed[0]]

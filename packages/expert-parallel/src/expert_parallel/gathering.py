@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ep_mesh.world import gathered as told_by_all
+from ep_mesh.world import own_rank
 from ep_plans import parallel_state
 from ep_plans.boxes import Box, intersection, lengths, numel, pieces, positions, whole_box
 from ep_plans.shards import holders
@@ -47,7 +49,7 @@ class GatheredTensor(Node):
 
     def __init__(self, held: Held, local: torch.Tensor | None, device: torch.device) -> None:
         super().__init__(held.shape, held.dtype)
-        self.rank = dist.get_rank() if dist.is_initialized() else ROOT
+        self.rank = own_rank()
         self.parts, self.local, self.device = held.parts, local, device
 
     def read(self, box: Box, out: torch.Tensor) -> None:
@@ -84,10 +86,8 @@ def gathered(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str,
     peers = state.mesh.layout.group("pp", ROOT)
     leader = peers[state.mesh.coordinate("pp")]
     own = {name: held_parts(tensor, leader) for name, tensor in tensors.items()}
-    stages: list[dict[str, Held]] = [{}] * len(peers)
-    dist.all_gather_object(stages, own, group=state.mesh.group("pp"))
     found: dict[str, LazyTensor] = {}
-    for place, stage in enumerate(stages):
+    for place, stage in enumerate(told_by_all(own, state.mesh.group("pp"))):
         for name, held in stage.items():
             if name not in found:
                 mine = place == state.mesh.coordinate("pp")

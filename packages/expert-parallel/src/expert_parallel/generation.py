@@ -33,6 +33,7 @@ from transformers import (
 
 import ep_plans
 from ep_mesh import ParallelMesh
+from ep_mesh.world import gathered
 from expert_parallel import _compat
 from expert_parallel.agreement import raise_together
 
@@ -192,9 +193,8 @@ def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any], axis: str) ->
     different = [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]
     if not different:
         return
-    shapes: list[Any] = [None] * len(ranks)
     given = {name: [*value.shape] for name, value in kwargs.items() if torch.is_tensor(value)}
-    dist.all_gather_object(shapes, given, group=group)
+    shapes = gathered(given, group)
     told = "; ".join(f"rank {rank}: {held}" for rank, held in zip(ranks, shapes, strict=True))
     raise ValueError(
         f"The ranks of a {_SAME_BATCH[axis]} must be given the same inputs, since they compute one batch. Of "

@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ep_kernels import BackendRequest, Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
+from ep_mesh.world import gathered
 from ep_plans import check_ep_options, parallel_state
 from ep_plans.boxes import lengths
 from ep_plans.shards import box_of, home_of, replacement
@@ -273,9 +273,7 @@ class _Loader:
             loading_info.mismatched_keys,
             loading_info.conversion_errors,
         )
-        all_found: list[Any] = [None] * state.mesh.size("pp")
-        dist.all_gather_object(all_found, mine, group=state.mesh.group("pp"))
-        for missing, mismatched, errors in all_found:
+        for missing, mismatched, errors in gathered(mine, state.mesh.group("pp")):
             loading_info.missing_keys |= missing
             loading_info.mismatched_keys |= mismatched
             loading_info.conversion_errors.update(errors)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from transformers import PreTrainedModel
 
+from ep_mesh.world import own_rank
 from ep_plans.boxes import Box, whole_box
 from ep_plans.safetensors_file import FileWriter, layout, row_pieces
 from expert_parallel import _compat
@@ -93,7 +93,7 @@ def save_pretrained(
         file: {each: tensors[each] for each in names}
         for file, names in split.filename_to_tensors.items()
     }
-    is_root = not dist.is_initialized() or dist.get_rank() == ROOT
+    is_root = own_rank() == ROOT
     with ExitStack() as stack:
         with all_or_none("Saving"):
             folder = None

@@ -9,14 +9,14 @@ rank knows all values, and the largest of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-Shared = TypeVar("Shared")
+from ep_mesh.world import gathered, own_rank, world_size
 
 
 class Meter(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -64,7 +64,7 @@ class Collector:
             ValueError: the ranks have different meters; at the first log, on all of them.
         """
         parts = [meter.sums() for meter in meters]
-        spread = dist.is_initialized() and dist.get_world_size() > 1
+        spread = world_size() > 1
         if spread and not self._checked:
             sizes = [f" of {len(part)} numbers" for part in parts]
             self._check(meters, sizes)
@@ -102,27 +102,8 @@ class Collector:
                 )
 
 
-def world_size() -> int:
-    """Ranks of the world; 1 without `torch.distributed`."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def own_rank() -> int:
-    """This rank of the world; 0 without `torch.distributed`."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def own_place(values: Sequence[float]) -> Tensor:
     """A place for each rank, filled on this one: float64 [world * n], see the note above."""
     places = torch.zeros(world_size(), len(values), dtype=torch.float64)
     places[own_rank()] = torch.tensor(values, dtype=torch.float64)
     return places.flatten()
-
-
-def gathered(value: Shared) -> list[Shared]:
-    """What each rank gives, on all ranks. One gather of objects."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ep_mesh.world import gathered, own_rank, world_size
 from ep_plans import ModelFlops, ParallelState, parallel_state
 from ep_trainer._compat import in_backward
 from ep_trainer.meters.balance import (
@@ -27,7 +28,7 @@ from ep_trainer.meters.balance import (
     waiting_factor,
     worst_layers,
 )
-from ep_trainer.meters.base import Meter, gathered, own_rank, world_size
+from ep_trainer.meters.base import Meter
 from ep_trainer.meters.heatmap import check_matplotlib, draw_heatmap
 from ep_trainer.meters.routes import Routes
 from ep_trainer.meters.speed import flops_of_all_stages

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ep_trainer.meters.base import Meter, own_place, world_size
+from ep_mesh.world import world_size
+from ep_trainer.meters.base import Meter, own_place
 
 _KINDS = ("peak", "parameters", "gradients", "optimizer")
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ep_mesh.world import gathered
 from ep_plans import ModelFlops, model_flops, parallel_state
-from ep_trainer.meters.base import Meter, gathered
+from ep_trainer.meters.base import Meter
 
 # Dense bf16 operations a second, from NVIDIA's data sheets (half of what they give "with sparsity"). By
 # what the device's name contains; the first that fits.

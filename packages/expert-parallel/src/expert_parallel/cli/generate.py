@@ -10,6 +10,7 @@ import torch.distributed as dist
 import typer
 
 from ep_mesh import DistributedConfig
+from ep_mesh.world import gathered
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.launch import launch, under_launcher
@@ -50,9 +51,7 @@ def continuations(job: dict[str, Any]) -> list[str]:
         )
     added = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     found = dict(zip(mine, added, strict=False))
-    gathered: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(gathered, found)
-    merged = {index: text for part in gathered for index, text in part.items()}
+    merged = {index: text for part in gathered(found) for index, text in part.items()}
     return [merged[index] for index in range(len(prompts))]
 
 

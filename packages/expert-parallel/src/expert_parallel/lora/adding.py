@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ep_mesh.world import gathered, world_size
 from ep_plans import ParallelState, ParameterSharding, parallel_state
 from ep_plans.parallelize import note_parameters
 from expert_parallel._compat import holds_adapters
@@ -147,9 +147,9 @@ def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list
     if lora_state(model) is not None or holds_adapters(model):
         raise ValueError("This model holds adapters already; load it anew to add others.")
     state = parallel_state(model)
-    if state is None and dist.is_initialized() and dist.get_world_size() > 1:
+    if state is None and world_size() > 1:
         raise ValueError(
-            f"The model is not sharded, but {dist.get_world_size()} processes run: shard it first "
+            f"The model is not sharded, but {world_size()} processes run: shard it first "
             "(from_pretrained with distributed_config, or parallelize), then add adapters."
         )
     if state is not None and state.config.pp_size > 1:
@@ -167,14 +167,10 @@ def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list
 
 def _check_agreement(config: Any, layers: list[PeftLayer], dtype: torch.dtype | None) -> None:
     """Every rank asks for the same adapters."""
-    if not dist.is_initialized():
-        return
     mine = json.dumps(
         [repr(layers), config.lora_dropout, str(config.init_lora_weights), str(dtype)]
     )
-    each: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(each, mine)
-    if len(set(each)) > 1:
+    if len(set(gathered(mine))) > 1:
         raise ValueError(
             "The ranks ask for different adapters; give every rank the same LoraConfig."
         )

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ep_mesh.world import own_rank
 from expert_parallel.agreement import all_or_none
 from expert_parallel.directory import replaced_directory
 from expert_parallel.gathering import ROOT, gathered
@@ -52,7 +52,7 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
     for name, (adapter, factor) in layers.items():
         lazy: Any = packed(parts[name], adapter.layer, factor)
         tensors[name] = lazy
-    is_root = not dist.is_initialized() or dist.get_rank() == ROOT
+    is_root = own_rank() == ROOT
     with ExitStack() as stack:
         with all_or_none("Saving adapters"):
             folder = None
