@@ -422,6 +422,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another. torch 2.11 to 2.13."""
+    return tensor._is_view()
+
+
 def remember_data_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> None:
     """Have accelerate free the loader with the others."""
     accelerator._dataloaders.append(loader)
@@ -461,6 +466,7 @@ __all__ = [
     "generators",
     "in_backward",
     "is_traceable_wrapper_subclass",
+    "is_view",
     "maybe_install_capturing_hooks",
     "new_low_bit_state",
     "prepared",

@@ -33,7 +33,7 @@ from ep_plans.pipelining import PipelineSteps
 from ep_plans.shared_weights import SharedWeights
 from ep_plans.sizes import hidden_size, num_experts, text_config
 from ep_plans.stage_forward import stage_forward
-from ep_trainer._compat import maybe_install_capturing_hooks
+from ep_trainer._compat import is_view, maybe_install_capturing_hooks
 from ep_trainer.balancing import BalancingLoss, balancing_loss_of_shards, load_sums
 from ep_trainer.data import count_labels
 
@@ -329,7 +329,7 @@ def _as_sent(value: Tensor, like: Tensor) -> Tensor:
     if not value.requires_grad:
         return value.detach().requires_grad_()
     # torch detaches what was sent in place, which views refuse.
-    return value.clone() if value._is_view() else value
+    return value.clone() if is_view(value) else value
 
 
 def _takes(model: nn.Module, name: str) -> bool:

@@ -298,7 +298,7 @@ class EPTrainer(CheckpointingTrainer):
         self._items_in_step = num_items_in_batch
         each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return self._runner.step(
-            self._prepare_inputs(inputs),
+            _compat.prepared(self, inputs),
             num_items_in_batch=num_items_in_batch,
             real_rows=None if self._real_rows is None else self._real_rows[0],
             reduce=each or self.accelerator.sync_gradients,
