@@ -18,8 +18,7 @@ nox.options.sessions = ["lint", "typecheck", "tests"]
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ["ep-mesh", "ep-kernels", "ep-dispatch", "ep-plans", "ep-trainer", "expert-parallel"]
 PATHS = {"ep-testing": "tools/ep-testing"} | {p: f"packages/{p}" for p in PACKAGES}
-DEV_GROUPS = ["test", "lint", "typecheck", "demo", "micro"]
-DEV_GROUPS = ["test", "lint", "typecheck", "demo", "peft"]
+DEV_GROUPS = ["test", "lint", "typecheck", "demo", "micro", "peft"]
 
 # uv does not read pip's settings, so hand over where packages come from.
 for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):

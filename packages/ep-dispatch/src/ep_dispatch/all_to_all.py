@@ -58,16 +58,17 @@ class AllToAll(RoutedImplementation):
             float8_e4m3fn with a scale per row (then partial sums travel in bfloat16). Gradients travel in
             bfloat16, for its range.
             None: the hidden states' dtype. The same on all ranks.
-        num_chunks: into how many contiguous parts a call's tokens are cut, so that one's rows travel
-            while the experts run on another's (see `_run_chunks`). The output is the same. Worth it where
-            exchanges run beside the experts, on a GPU, and take as long; each chunk has exchanges and
-            calls of the experts of its own. "auto": 2 in training with NCCL, else 1. The same on all ranks,
-            however many tokens each has.
-        max_rows: how many rows may be on a rank at one time, at least P. If more would come, on any
-            rank, a call's tokens go in rounds, one after the other: slower, not out of memory, and the
-            same result. With gradients a round's dispatch and experts run again in backward. None: no
-            bound. The same on all ranks.
-        settings: see `EPImplementation`.
+        settings: see `EPImplementation`; and `num_chunks` and `max_rows`.
+
+    `num_chunks` (1): into how many contiguous parts a call's tokens are cut, so that one's rows travel
+    while the experts run on another's. The output is the same. Worth it where exchanges run beside the
+    experts, on a GPU, and take as long; each chunk has exchanges and calls of the experts of its own.
+    "auto": 2 in training with NCCL, else 1. The same on all ranks, however many tokens each has.
+
+    `max_rows` (None: no bound): how many rows may be on a rank at one time, at least P. If more would
+    come, on any rank, a call's tokens go in rounds, one after the other: slower, not out of memory, and
+    the same result. With gradients a round's dispatch and experts run again in backward. The same on all
+    ranks.
 
     Cost of a forward: one all-to-all of `E/P + 9` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather

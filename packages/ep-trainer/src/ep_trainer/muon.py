@@ -51,8 +51,9 @@ class Muon(Optimizer):
         model: sharded already, or not at all.
         lr: of both; with `adjust_lr_fn="match_rms_adamw"` one that suits AdamW suits the matrices.
         weight_decay: decoupled; of AdamW's parameters those with one dimension, and biases, have none.
-        momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in `torch.optim.Muon`.
-        betas, adam_eps: AdamW's.
+        momentum: as in `torch.optim.Muon`, and so are `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and
+            `adjust_lr_fn`.
+        betas: AdamW's, as `adam_eps` is.
         adam: names (or their beginnings) of further parameters that AdamW shall have.
         ns_dtype: what matrices travel and are orthogonalized in.
 
