@@ -373,6 +373,16 @@ def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) and abs(value) > 1e-3 else value
 
 
+def plain(value: Any) -> str:
+    """A value as the page tells it: without quotes, brackets around what is inside."""
+    if isinstance(value, list):
+        return " and ".join(map(plain, value))
+    if not isinstance(value, dict):
+        return str(value)
+    inner = {k: f"({plain(v)})" if isinstance(v, dict | list) else v for k, v in value.items()}
+    return ", ".join(f"{k} {v}" for k, v in inner.items())
+
+
 def write_page(found: list[dict[str, Any]]) -> None:
     """Put figures into the table of docs/performance.md; rows of the others are kept."""
     page = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -382,7 +392,7 @@ def write_page(found: list[dict[str, Any]]) -> None:
     for figure in found:
         value, conditions = figure["value"], figure["conditions"]
         more = {k: v for k, v in figure.items() if k in TOLD}
-        told = "; ".join([figure["reference"], *(f"{k}: {v}" for k, v in more.items())])
+        told = "; ".join([figure["reference"], *(f"{k}: {plain(v)}" for k, v in more.items())])
         date = time.strftime("%Y-%m-%d")
         rows[figure["name"]] = f"| `{figure['name']}` | {value} | {told} | {conditions} | {date} |"
     ordered = [rows[name] for name in FIGURES if name in rows]
