@@ -83,7 +83,7 @@ def test_rows_sent_are_those_that_the_routing_needs(ranks, moe, hidden_grad):
         mine = ids[first:last].tolist()
         rows = sum(len({e // local for e in row if e >= 0}) for row in mine)
         slots = sum(e >= 0 for row in mine for e in row)
-        table = ("int64", case.ep * (local + 9))
+        table = ("int64", case.ep * (local + 11))
         assert forward == [
             table, ("uint8", slots * 12), ("float64", rows * 8), ("float64", plan.num_rows * 8)
         ]  # fmt: skip

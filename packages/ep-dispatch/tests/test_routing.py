@@ -16,6 +16,7 @@ from ep_dispatch.routing import (
     local_routes,
     transpose_index,
 )
+from ep_dispatch.stage import Stage
 
 
 @st.composite
@@ -28,8 +29,8 @@ def routings(draw):
 
 
 def send_order(ids, experts, ranks):
-    token = torch.arange(ids.numel()) // ids.shape[1]
-    return SendOrder.of(token, ids.flatten(), tokens=len(ids), experts=experts, ranks=ranks)
+    token = torch.arange(len(ids))[:, None]
+    return SendOrder.of(token, ids, tokens=len(ids), experts=experts, ranks=ranks)
 
 
 @given(routings(), st.integers(1, 4))
@@ -42,34 +43,43 @@ def test_send_order(routing, ranks):
         ids < 0, ids, (ids * 7 + torch.arange(ids.numel()).view(ids.shape)) % num_experts
     )
     order = send_order(ids, num_experts, ranks)
-    assert not order.invalid
     pairs = sorted({(e // local, t) for t, row in enumerate(ids.tolist()) for e in row if e >= 0})
     N = len(pairs)
     assert order.rows_per_owner.tolist() == [sum(p == q for p, _ in pairs) for q in range(ranks)]
-    assert order.token_of_row[:N].tolist() == [t for _, t in pairs]
+    slots = sorted((e, s) for s, e in enumerate(ids.flatten().tolist()) if e >= 0)
+    sent = order.sent(len(slots), N)
+    assert sent.token_of_row.tolist() == [t for _, t in pairs]
 
     flat = ids.flatten().tolist()
-    slots = sorted((e, s) for s, e in enumerate(flat) if e >= 0)
     assert order.counts.tolist() == [flat.count(e) for e in range(num_experts)]
-    assert order.slots[: len(slots)].tolist() == [s for _, s in slots]
+    assert order.ids.tolist() == sorted(flat)
+    assert sent.slots.tolist() == [s for _, s in slots]
     first = [sum(p < q for p, _ in pairs) for q in range(ranks)]
-    for (e, s), row in zip(slots, order.row_of_slot.tolist(), strict=False):
+    for (e, s), row in zip(slots, sent.row_of_slot.tolist(), strict=True):
         assert pairs[first[e // local] + row] == (e // local, s // ids.shape[1])
 
-    ends = order.token_ends.tolist()
+    ends = sent.token_ends.tolist()
     assert ends[0] == 0
     assert len(ends) == len(ids) + 1
     for t, (start, end) in enumerate(pairwise(ends)):
-        rows = order.rows_by_token[start:end].tolist()
+        rows = sent.rows_by_token[start:end].tolist()
         assert rows == [n for n, (_, u) in enumerate(pairs) if u == t]
 
 
-def test_ids_out_of_range_are_noticed_and_have_no_row():
+def test_ids_out_of_range_are_noticed_and_safe_to_order():
+    """The rank takes part in the exchanges until all raise: what it sends names no row that isn't there."""
     for bad in (-2, 4, 1 << 40):
-        order = send_order(torch.tensor([[0, bad], [3, -1]]), 4, 2)
-        assert order.invalid
-        assert order.counts.tolist() == [1, 0, 0, 1]
-        assert order.rows_per_owner.tolist() == [1, 1]
+        for ids in ([[0, bad], [3, -1]], [[bad, bad]]):
+            order = send_order(torch.tensor(ids), 4, 1)
+            stage = Stage(None, 4)
+            (counted,) = stage.count([order], [Notice()])
+            assert counted.invalid
+            assert counted.notices[0].bad_ids
+            sent = stage._sent(order, counted)
+            rows, slots = int(order.rows_per_owner.sum()), int(order.counts.sum())
+            assert slots == sum(0 <= e < 4 for row in ids for e in row)
+            assert len(sent.token_of_row) == len(sent.rows_by_token) == rows
+            assert sent.row_of_slot.tolist() == [0] * slots
 
 
 @given(st.lists(st.integers(0, 6), max_size=20))
@@ -88,9 +98,11 @@ def test_expert_major_order(ranks, experts, data):
     )
     table = torch.tensor(counts).view(ranks, experts)
     arrived = [(e, p) for p in range(ranks) for e in range(experts) for _ in range(table[p, e])]
-    order, ids, offsets = expert_major_order(table, len(arrived))
+    rows = torch.arange(2, 2 + ranks)
+    order, first_rows, ids, offsets = expert_major_order(table, rows, len(arrived))
     assert [arrived[i] for i in order.tolist()] == sorted(arrived)
     assert ids.tolist() == sorted(e for e, _ in arrived)
+    assert first_rows.tolist() == [sum(rows[:p].tolist()) for _, p in sorted(arrived)]
     assert offsets.tolist() == table.sum(0).cumsum(0).tolist()
     assert (ids.dtype, offsets.dtype) == (torch.int64, torch.int32)
 

@@ -70,7 +70,7 @@ class AllToAll(RoutedImplementation):
     the same result. With gradients a round's dispatch and experts run again in backward. The same on all
     ranks.
 
-    Cost of a forward: one all-to-all of `E/P + 9` integers a rank pair and one host synchronization to
+    Cost of a forward: one all-to-all of `E/P + 11` integers a rank pair and one host synchronization to
     read them; one of an integer and a weight per slot; one of rows there and one back; one all-gather
     over TP. Backward: the same for the gradients that any rank of the group needs. Saved for backward:
     integer indices. With `max_rows` one all-reduce of an integer and its host synchronization; if it is
@@ -236,7 +236,7 @@ class AllToAll(RoutedImplementation):
             RuntimeError: another rank's inputs are, or the ranks' inputs do not fit together. Both are
                 raised before any row moves, on every rank of the EP group.
 
-        Cost: one all-to-all of `E/P + 9` integers a rank pair, one host synchronization, one all-to-all
+        Cost: one all-to-all of `E/P + 11` integers a rank pair, one host synchronization, one all-to-all
         of an integer and a weight per slot. In backward one of the weights' gradients, and one
         all-gather over TP, if any rank needs them.
         """

@@ -122,12 +122,14 @@ class SlotExchange:
             x.contiguous().view(torch.uint8).view(-1, size)
             for x, size in zip(tensors, sizes, strict=True)
         ]
-        packed = torch.cat(pieces, dim=1)
+        packed = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
         with self.phase:
             parts = _all_to_all(packed, self.group, list(self.send), list(self.receive))
+        if len(pieces) == 1:
+            return [parts.view(-1).view(tensors[0].dtype)]
         # Cloned, so that each begins where its dtype may begin.
         return [
-            part.reshape(-1).clone().view(x.dtype)
+            part.clone(memory_format=torch.contiguous_format).view(-1).view(x.dtype)
             for part, x in zip(parts.split(sizes, dim=1), tensors, strict=True)
         ]
 

@@ -66,8 +66,8 @@ class GradNeeds:
 
 
 def new_link(device: torch.device) -> Tensor:
-    """The start of a link: a leaf that requires grad."""
-    return torch.zeros((), device=device, requires_grad=True)
+    """The start of a link: a leaf that requires grad. Nobody reads its value, or that of what follows."""
+    return torch.empty((), device=device, requires_grad=True)
 
 
 def split_linked(
@@ -207,7 +207,7 @@ class _SplitLinked(torch.autograd.Function):
         ctx.group, ctx.phase = group, phase
         ctx.facts, ctx.size = _facts(chunk), x.shape[0]
         ctx.set_materialize_grads(False)
-        return torch.zeros_like(link), chunk
+        return torch.empty_like(link), chunk
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[Any, ...]:
@@ -225,7 +225,7 @@ class _ExchangeLinked(torch.autograd.Function):
         ctx.exchange, ctx.needs = exchange, needs
         ctx.facts = [_facts(x) for x in received]
         _mark(ctx, needs, received)
-        return torch.zeros_like(link), *received
+        return torch.empty_like(link), *received
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -240,11 +240,12 @@ class _StartLinked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
+        ctx.set_materialize_grads(False)
         trip.there = trip.exchange.start(rows)
-        return torch.zeros_like(link)
+        return torch.empty_like(link)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, Tensor, None]:
         flight, ctx.trip.back = ctx.trip.back, None
         return None, flight.wait(), None
 
@@ -255,7 +256,7 @@ class _WaitLinked(torch.autograd.Function):
         rows = _landed(trip)
         ctx.trip, ctx.facts = trip, _facts(rows)
         ctx.set_materialize_grads(False)
-        return torch.zeros_like(link), rows
+        return torch.empty_like(link), rows
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, grad: Tensor | None) -> tuple[None, None]:
@@ -277,7 +278,7 @@ class _ShareLinked(torch.autograd.Function):
         ctx.group, ctx.phase, ctx.needs = group, phase, needs
         ctx.facts = [_facts(x) for x in tensors]
         _mark(ctx, needs, shared)
-        return torch.zeros_like(link), *shared
+        return torch.empty_like(link), *shared
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -293,7 +294,7 @@ class _HoldLinked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(link)  # for its place, see `_SumLinked`
-        return torch.zeros_like(link), x.view_as(x)
+        return torch.empty_like(link), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[None, Tensor]:

@@ -146,11 +146,11 @@ class RoutedImplementation(EPImplementation):
         if problem is None:
             first, last = self._slice(top_k_index.shape[0])
             known = [self._notice(top_k_weights, hidden_states)]
-            ids, top_k = top_k_index[first:last].reshape(-1), top_k_index.shape[1]
+            ids = top_k_index[first:last]
         else:
             first = last = 0
             known = [Notice(rank=self.ep_rank, refused=True)]
-            ids, top_k = torch.empty(0, dtype=torch.int64, device=self._device()), 1
+            ids = torch.empty((0, 1), dtype=torch.int64, device=self._device())
         # All ranks' grad modes are the same only once they are agreed upon, so the table has room for
         # all chunks in any.
         auto = self.num_chunks == "auto" and not rounds
@@ -160,17 +160,18 @@ class RoutedImplementation(EPImplementation):
         hops: list[list[Hop]] = []
         ways: list[SlotHop] = []
         with torch.no_grad():
-            slots = ids.split([(end - start) * top_k for start, end in bounds])
             parts = [
-                (torch.arange(len(part), device=ids.device) // top_k, part, len(part) // top_k)
-                for part in slots
+                (torch.arange(len(part), device=ids.device)[:, None], part, len(part))
+                for part in ids.split([end - start for start, end in bounds])
             ]
             for stage in self.stages:
                 orders = [stage.order(*part) for part in parts]
                 with self.phase("counts"):
                     counted = stage.count(orders, known)
                 known = counted[0].notices
-                made, way, rows = stage.hops(orders, counted, [len(ids) for _, ids, _ in parts])
+                made, way, rows = stage.hops(
+                    orders, counted, [part.numel() for _, part, _ in parts]
+                )
                 if stage is not self.stages[-1]:
                     if stage.size > 1:
                         (rows,) = stage.slot_exchange(way, self.phase("slots")).there([rows])

@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = [
     "SKIPPED",
     "SendOrder",
+    "SentRows",
     "expert_major_order",
     "local_routes",
     "owner_places",
@@ -27,31 +28,31 @@ SKIPPED = -1
 
 @dataclass(frozen=True, eq=False)
 class SendOrder:
-    """How the rows and slots of a rank lie in its send buffers.
+    """How the slots of a rank are counted before the host knows how many there are.
 
     A token is one row for each rank that owns any of its experts: rows lie by owner, then by token.
-    Slots lie by expert, so also by owner; each names its row. What is not sent lies at the end: how much
-    that is, is on the device (`rows_per_owner`, `counts`) until the host has read it.
+    Slots lie by expert, so also by owner; each names its row. `rows` tells all that when the host has read
+    the counts.
 
     Attributes:
         counts: [E] int64, slots of each expert.
         rows_per_owner: [P] int64, rows for each rank.
-        slots: [M] int64, slots by expert id, equal ids in slot order.
-        row_of_slot: [M] int32, for each of `slots`, its row, counted from the first of its owner.
-        token_of_row: [P*T] int64, the token of each row.
-        rows_by_token: [P*T] int64, the rows of token 0 first, then those of token 1, and so on.
-        token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
-        invalid: 0-dim bool, whether any id was out of range (such slots are ordered as skipped).
+        ids: [M] int64, the ids, ascending, so that the first and the last tell whether any is out of
+            range. If so, nothing else here means anything, but it is safe to use.
+        slots: [M] int64, the slot of each of `ids`, equal ids in slot order: the skipped ones come first.
+        places: [M] int64, the pair of owner and token of each slot, as a place in `before`.
+        before: [P + 1, T + 1] int64, rows for an owner of the tokens before each one; the last owner is
+            that of skipped slots, the last token is behind all.
+        present: [P + 1, T + 1] int64, one behind each pair of an owner and a token with a row there.
     """
 
     counts: Tensor
     rows_per_owner: Tensor
+    ids: Tensor
     slots: Tensor
-    row_of_slot: Tensor
-    token_of_row: Tensor
-    rows_by_token: Tensor
-    token_ends: Tensor
-    invalid: Tensor
+    places: Tensor
+    before: Tensor
+    present: Tensor
 
     @classmethod
     def of(
@@ -60,46 +61,73 @@ class SendOrder:
         """Order M slots.
 
         Args:
-            token_of_slot: [M] int64, the token of each slot.
-            expert_ids: [M], the expert of each slot, below `experts`, or `SKIPPED`.
+            token_of_slot: int64, the token of each slot; it broadcasts with `expert_ids`.
+            expert_ids: M of them in any shape, each below `experts`, or `SKIPPED`.
             tokens: T.
             experts: E.
             ranks: P.
 
-        Cost: one stable sort of M integers, sums over P*T; no host synchronization.
+        Cost: one stable sort of M integers, a sum over P*T; no host synchronization.
         """
-        num_experts, ids = experts, expert_ids.long()
-        inside = (ids >= 0) & (ids < num_experts)
-        # Skipped slots sort behind the last expert; they and their owner have a bin that is dropped.
-        keys, slots = ids.masked_fill(~inside, num_experts).sort(stable=True)
-        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, keys, torch.ones_like(keys))
-        pairs = keys // (num_experts // ranks) * tokens + token_of_slot[slots]
-        present = torch.zeros((ranks + 1) * tokens, dtype=torch.int64, device=ids.device)
-        present = present.scatter_(0, pairs, 1)[: ranks * tokens].view(ranks, tokens)
-        row = present.view(-1).cumsum(0).view(ranks, tokens) - 1
-        rows_per_owner, rows_per_token = present.sum(1), present.sum(0)
-        first = rows_per_owner.cumsum(0) - rows_per_owner
-        in_block = torch.nn.functional.pad((row - first[:, None]).view(-1), (0, tokens))
-        token = torch.arange(tokens, device=ids.device).expand(ranks, tokens)
+        device, ids = expert_ids.device, expert_ids.long()
+        ascending, slots = ids.reshape(-1).sort(stable=True)
+        starts = torch.searchsorted(ascending, torch.arange(experts + 1, device=device))
+        # The owner of skipped slots is the last one. What is out of range gets any owner.
+        owners = (ids // (experts // ranks)).remainder(ranks + 1)
+        places = torch.add(token_of_slot, owners, alpha=tokens + 1).view(-1)
+        # One place later, so that the sums are those of the tokens before.
+        shape = ranks + 1, tokens + 1
+        present = torch.zeros(shape, dtype=torch.int64, device=device)
+        present.view(-1)[1:].scatter_(0, places, 1)
+        before = present.cumsum(1)
         return cls(
-            counts=counts[:num_experts],
-            rows_per_owner=rows_per_owner,
+            counts=starts.diff(),
+            rows_per_owner=before[:ranks, -1],
+            ids=ascending,
             slots=slots,
-            row_of_slot=in_block[pairs].int(),
-            token_of_row=_compacted(token, present),
-            rows_by_token=_compacted(row.T, present.T),
-            token_ends=torch.nn.functional.pad(rows_per_token.cumsum(0), (1, 0)),
-            invalid=(~inside & (ids != SKIPPED)).any(),
+            places=places,
+            before=before,
+            present=present,
+        )
+
+    def sent(self, slots: int, rows: int) -> SentRows:
+        """The rows and slots that are sent: both numbers are known to the host by now.
+
+        Cost: sums over P*T; no host synchronization.
+        """
+        ranks, tokens = (size - 1 for size in self.before.shape)
+        chosen = self.slots[len(self.slots) - slots :]
+        numbers = torch.arange(1, rows + 1, device=chosen.device)
+        by_owner = self.present[:ranks].view(-1).cumsum(0)
+        places = torch.searchsorted(by_owner[1:], numbers)
+        by_token = self.present[:ranks, 1:].T.reshape(-1).cumsum(0)
+        row = by_owner.view(ranks, tokens + 1)[:, :-1].T.reshape(-1)  # of a token and an owner
+        return SentRows(
+            slots=chosen,
+            row_of_slot=self.before.view(-1)[self.places[chosen]].int(),
+            token_of_row=places.remainder(tokens + 1),
+            rows_by_token=row[torch.searchsorted(by_token, numbers)],
+            token_ends=torch.nn.functional.pad(by_token[ranks - 1 :: ranks], (1, 0)),
         )
 
 
-def _compacted(values: Tensor, present: Tensor) -> Tensor:
-    """The values where `present` is 1, in order, and anything behind them."""
-    kept, count = present.reshape(-1), present.numel()
-    out = torch.zeros(count + 1, dtype=values.dtype, device=values.device)
-    place = (kept.cumsum(0) - 1).masked_fill(kept == 0, count)
-    return out.scatter_(0, place, values.reshape(-1))[:count]
+@dataclass(frozen=True, eq=False)
+class SentRows:
+    """How the rows and slots of a rank lie in its send buffers.
+
+    Attributes:
+        slots: [S'] int64, slots by expert id, equal ids in slot order.
+        row_of_slot: [S'] int32, for each of `slots`, its row, counted from the first of its owner.
+        token_of_row: [N] int64, the token of each row.
+        rows_by_token: [N] int64, the rows of token 0 first, then those of token 1, and so on.
+        token_ends: [T + 1] int64, where each token's part of `rows_by_token` begins, and the end.
+    """
+
+    slots: Tensor
+    row_of_slot: Tensor
+    token_of_row: Tensor
+    rows_by_token: Tensor
+    token_ends: Tensor
 
 
 def transpose_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -114,26 +142,36 @@ def transpose_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return index.argsort(stable=True), torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-def expert_major_order(counts: Tensor, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+def expert_major_order(
+    counts: Tensor, rows: Tensor, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The order that groups received slots by local expert.
 
     Slots arrive by source rank, and by local expert within a source.
 
     Args:
         counts: [P, E/P] int64, slots that source p sent for local expert e.
-        num_slots: S, their sum (given, so that the device need not be asked).
+        rows: [P] int64, rows that source p sent.
+        num_slots: S, the sum of `counts` (given, so that the device need not be asked).
 
     Returns:
         `order` [S] int64: slot i in expert order is received slot `order[i]`; slots of one expert stay
-        in source order. `expert_ids` [S] int64, ascending. `offsets` [E/P] int32, the end of each
-        expert's slots, as `torch.nn.functional.grouped_mm` takes them.
+        in source order. `first_rows` [S] int64, the first row of each slot's source. `expert_ids` [S]
+        int64, ascending. `offsets` [E/P] int32, the end of each expert's slots, as
+        `torch.nn.functional.grouped_mm` takes them.
+
+    Cost: sums over E integers, a search for each slot; no sort, no host synchronization.
     """
     ranks, experts = counts.shape
-    ids = torch.arange(experts, device=counts.device).repeat(ranks)
-    ids = ids.repeat_interleave(counts.reshape(-1), output_size=num_slots)
-    expert_ids, order = torch.sort(ids, stable=True)
-    offsets = counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
-    return order, expert_ids, offsets
+    # Slots of one source and expert lie side by side in both orders: these are their ends.
+    ends = counts.T.reshape(-1).cumsum(0)  # [E], by expert
+    arriving = counts.reshape(-1).cumsum(0).view(ranks, experts)
+    shift = arriving.T - ends.view(experts, ranks)
+    first_rows = (rows.cumsum(0) - rows).expand(experts, ranks)
+    slots = torch.arange(num_slots, device=counts.device)
+    part = torch.searchsorted(ends, slots, right=True)
+    shift, first_rows = torch.stack([shift, first_rows]).view(2, -1)[:, part]
+    return slots + shift, first_rows, part // ranks, ends[ranks - 1 :: ranks].int()
 
 
 def local_routes(top_k_index: Tensor, rank: int, num_local_experts: int) -> tuple[Tensor, Tensor]:

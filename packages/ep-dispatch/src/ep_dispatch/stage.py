@@ -18,7 +18,7 @@ from .exchange import RowExchange, SlotExchange
 from .host import on_device, on_host
 from .phase import Phase
 from .plan import Hop, SlotHop
-from .routing import SendOrder, expert_major_order
+from .routing import SKIPPED, SendOrder, SentRows, expert_major_order
 
 __all__ = ["Counted", "Stage", "complete"]
 
@@ -31,12 +31,14 @@ class Counted:
         table: [P, E/P + 1] int64 of the slots and rows that arrive, on the device.
         leaving, arriving: the same of what leaves and arrives, known to the host.
         notices: all that the ranks of the stage knew.
+        invalid: whether an id of this rank is out of range.
     """
 
     table: Tensor
     leaving: list[list[int]]
     arriving: list[list[int]]
     notices: list[Notice]
+    invalid: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,38 +75,47 @@ class Stage:
         Returns:
             the counts of each chunk.
 
-        Cost: one all-to-all of `E/P + 1` integers a chunk and 7 a notice for each rank pair, and a host
+        Cost: one all-to-all of `E/P + 3` integers a chunk and 8 a notice for each rank pair, and a host
         synchronization.
         """
-        each, chunks = self.experts // self.size + 1, len(orders)
-        told = [number for notice in known for number in notice.encode()]
-        table = orders[0].counts.new_empty((self.size, chunks * each + len(told)))
-        for chunk, order in enumerate(orders):
-            columns = table[:, chunk * each : (chunk + 1) * each]
-            columns[:, :-1] = order.counts.view(self.size, -1)
-            columns[:, -1] = order.rows_per_owner
-        table[:, chunks * each :] = on_device(told, table.device)
-        for order in orders:
-            table[:, -1] += order.invalid  # only the first stage has ids that may be
+        local, chunks = self.experts // self.size, len(orders)
+        each = local + 3
+        told = on_device([x for notice in known for x in notice.encode()], orders[0].ids.device)
+        columns = [part for order in orders for part in self._columns(order)]
+        table = torch.cat([*columns, told.expand(self.size, -1)], dim=1)
         arrived = table
         if self.group is not None and self.size > 1:
             one = [1] * self.size
             arrived = _all_to_all(table, self.group, one, one)
         sent, received = on_host(torch.stack([table, arrived]))
         notices = [
-            Notice.decode(row[at : at + Notice.LENGTH])
+            # Only the first stage has ids that may be out of range, and one notice of each rank.
+            replace(notice, bad_ids=notice.bad_ids or self._invalid(row[: chunks * each]))
             for row in received
             for at in range(chunks * each, len(row), Notice.LENGTH)
+            for notice in [Notice.decode(row[at : at + Notice.LENGTH])]
         ]
         return [
             Counted(
-                arrived[:, first : first + each],
-                [row[first : first + each] for row in sent],
-                [row[first : first + each] for row in received],
+                arrived[:, first : first + local + 1],
+                [row[first : first + local + 1] for row in sent],
+                [row[first : first + local + 1] for row in received],
                 notices,
+                self._invalid(sent[0][first : first + each]),
             )
             for first in range(0, chunks * each, each)
         ]
+
+    def _columns(self, order: SendOrder) -> list[Tensor]:
+        """What a chunk has in the table: its slots, its rows, its least and its greatest id."""
+        ids = order.ids if len(order.ids) else order.ids.new_full((1,), SKIPPED)
+        extremes = [ids[at].expand(self.size, 1) for at in (0, -1)]
+        return [order.counts.view(self.size, -1), order.rows_per_owner[:, None], *extremes]
+
+    def _invalid(self, told: Sequence[int]) -> bool:
+        """Whether an id was out of range, by the columns of some chunks."""
+        each = self.experts // self.size + 3
+        return min(told[each - 2 :: each]) < SKIPPED or max(told[each - 1 :: each]) >= self.experts
 
     def hops(
         self, orders: Sequence[SendOrder], counted: Sequence[Counted], slots: Sequence[int]
@@ -121,47 +132,57 @@ class Stage:
             rest (`complete`); the way of the slots; for each slot sent its row, counted from the first
             of its owner.
         """
-        made = [self._hop(order, one) for order, one in zip(orders, counted, strict=True)]
+        sent = [self._sent(order, one) for order, one in zip(orders, counted, strict=True)]
+        made = [self._hop(rows, one) for rows, one in zip(sent, counted, strict=True)]
         leaving = [[sum(row[:-1]) for row in one.leaving] for one in counted]
         arriving = [[sum(row[:-1]) for row in one.arriving] for one in counted]
-        sent = [order.counts.view(self.size, -1).sum(1) for order in orders]
-        came = [one.table[:, :-1].sum(1) for one in counted]
-        out = _places(sent, [sum(one) for one in leaving])
-        back = _places(came, [sum(one) for one in arriving])
-        before = [sum(slots[:chunk]) for chunk in range(len(slots))]
-        which = [
-            order.slots[: sum(one)] + first
-            for order, one, first in zip(orders, leaving, before, strict=True)
-        ]
-        rows = [order.row_of_slot[: sum(one)] for order, one in zip(orders, leaving, strict=True)]
-        hop = SlotHop(
-            slots=_placed(which, out),
+        hops = [hop for hop, _ in made]
+        which, rows = [one.slots for one in sent], [one.row_of_slot for one in sent]
+        arrival = [order for _, order in made]
+        if len(sent) > 1:
+            before = [sum(slots[:chunk]) for chunk in range(len(slots))]
+            out = _places([order.counts.view(self.size, -1).sum(1) for order in orders], leaving)
+            back = _places([one.table[:, :-1].sum(1) for one in counted], arriving)
+            which = [_placed([x + n for x, n in zip(which, before, strict=True)], out)]
+            rows = [_placed(rows, out)]
+            arrival = [torch.cat([p[order] for p, order in zip(back, arrival, strict=True)])]
+        way = SlotHop(
+            slots=which[0],
             sent=tuple(map(sum, zip(*leaving, strict=True))),
             received=tuple(map(sum, zip(*arriving, strict=True))),
-            arrival=torch.cat([p[order] for p, (_, order) in zip(back, made, strict=True)]),
+            arrival=arrival[0],
         )
-        return [hop for hop, _ in made], hop, _placed(rows, out)
+        return hops, way, rows[0]
 
-    def _hop(self, order: SendOrder, counted: Counted) -> tuple[Hop, Tensor]:
+    def _sent(self, order: SendOrder, counted: Counted) -> SentRows:
+        """The rows and slots that one chunk sends."""
+        slots = sum(sum(row[:-1]) for row in counted.leaving)
+        sent = order.sent(slots, sum(row[-1] for row in counted.leaving))
+        if (
+            counted.invalid
+        ):  # All ranks will raise; until then nobody may meet a row that isn't there.
+            sent = replace(sent, row_of_slot=torch.zeros_like(sent.row_of_slot))
+        return sent
+
+    def _hop(self, sent: SentRows, counted: Counted) -> tuple[Hop, Tensor]:
         """The hop of one chunk, and which of the slots that came each slot is."""
         send, receive = (
             tuple(row[-1] for row in table) for table in (counted.leaving, counted.arriving)
         )
-        came = sum(sum(row[:-1]) for row in counted.arriving)
-        arrival, ids, offsets = expert_major_order(counted.table[:, :-1], came)
-        slots, rows = counted.table[:, :-1].sum(1), counted.table[:, -1]
-        before = (rows.cumsum(0) - rows).repeat_interleave(slots, output_size=came)
-        columns = zip(*(row[:-1] for row in counted.arriving), strict=True)
+        columns = [sum(column) for column in zip(*counted.arriving, strict=True)][:-1]
+        arrival, first_rows, ids, offsets = expert_major_order(
+            counted.table[:, :-1], counted.table[:, -1], sum(columns)
+        )
         hop = Hop(
-            token_of_row=order.token_of_row[: sum(send)],
-            rows_by_token=order.rows_by_token[: sum(send)],
-            token_ends=order.token_ends,
+            token_of_row=sent.token_of_row,
+            rows_by_token=sent.rows_by_token,
+            token_ends=sent.token_ends,
             send_sizes=send,
             receive_sizes=receive,
-            row_of_slot=before[arrival],
+            row_of_slot=first_rows,
             expert_ids=ids,
             offsets=offsets,
-            rows_per_expert=tuple(map(sum, columns)),
+            rows_per_expert=tuple(columns),
         )
         return hop, arrival
 
@@ -201,31 +222,27 @@ def complete(hops: Sequence[Hop], rows: Tensor) -> list[Hop]:
     ]
 
 
-def _places(counts: Sequence[Tensor], sums: Sequence[int]) -> list[Tensor]:
+def _places(counts: Sequence[Tensor], known: Sequence[Sequence[int]]) -> list[Tensor]:
     """Where the slots of each chunk lie in a buffer by rank, then by chunk.
 
     Args:
         counts: [P] slots to (or from) each rank, for each chunk.
-        sums: of each of them, known to the host.
+        known: the same, known to the host.
 
     Returns:
-        for each chunk the place of its slots, which lie by rank: [`sums`].
+        for each chunk the place of its slots, which lie by rank.
     """
-    if len(counts) == 1:
-        return [torch.arange(sums[0], device=counts[0].device)]
     by_rank = torch.stack(list(counts), dim=1)  # [P, chunks]
     first = (by_rank.view(-1).cumsum(0) - by_rank.view(-1)).view_as(by_rank)
     shift = first - (by_rank.cumsum(0) - by_rank)
     return [
-        torch.arange(size, device=count.device)
-        + shift[:, chunk].repeat_interleave(count, output_size=size)
-        for chunk, (count, size) in enumerate(zip(counts, sums, strict=True))
+        torch.arange(sum(size), device=count.device)
+        + shift[:, chunk].repeat_interleave(count, output_size=sum(size))
+        for chunk, (count, size) in enumerate(zip(counts, known, strict=True))
     ]
 
 
 def _placed(parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
     """The values of each chunk at their places."""
-    if len(parts) == 1:
-        return parts[0]
     values = torch.cat(list(parts))
     return torch.empty_like(values).scatter_(0, torch.cat(list(places)), values)

@@ -30,7 +30,7 @@ from .activation import (
 from .grouped import BackendRequest, choose_backend, expert_of_slot, products_of
 from .local import touch
 from .products import Products, Taken
-from .rows import accumulation_dtype, segment_sums, slots_by_row
+from .rows import accumulation_dtype, kept_slots_by_row, segment_sums
 from .spec import ExpertsSpec, ExpertsWeights, compute_dtype
 
 Recompute = Literal["none", "gate_up"]
@@ -187,7 +187,7 @@ class _ExpertsMLP(torch.autograd.Function):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
     ) -> Tensor:
-        by_row = slots_by_row(row_of_slot, rows.shape[0])
+        by_row = kept_slots_by_row(row_of_slot, rows.shape[0])
         pre = plan.first_projection(rows, row_of_slot, offsets, up, up_bias)
         inner = down.shape[1 if plan.spec.transposed else 2]
         hidden = scaled_activation(plan.spec, pre, weights, inner, copies=plan.copies)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from . import triton_kernels
 
+_KEPT = "_ep_slots_by_row"
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of `dtype` values are kept in: at least float32."""
@@ -32,6 +34,22 @@ def slots_by_row(row_of_slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     ordered, order = row_of_slot.sort(stable=True)
     every = torch.arange(num_rows, device=row_of_slot.device)
     return order, torch.searchsorted(ordered, every)
+
+
+def kept_slots_by_row(row_of_slot: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """As `slots_by_row`, once for a tensor: a layer that is computed again has the routing that it had.
+
+    The result lives as long as `row_of_slot` does.
+    """
+    if row_of_slot.is_inference():  # which doesn't tell whether it was changed
+        return slots_by_row(row_of_slot, num_rows)
+    now = num_rows, row_of_slot._version
+    known = getattr(row_of_slot, _KEPT, None)
+    if known is None or known[0] != now:
+        known = now, slots_by_row(row_of_slot, num_rows)
+        setattr(row_of_slot, _KEPT, known)
+    by_row: tuple[Tensor, Tensor] = known[1]
+    return by_row
 
 
 def segment_sums(

@@ -6,6 +6,7 @@
 | `_fully_shard._fsdp_common` mesh infos | one FSDP group whose parameters lie on two meshes | 2.13 |
 | `DTensor._op_dispatcher._custom_op_handlers`, `_NormPartial` | torch's own `clip_grad_norm_` over \
 several meshes | 2.13 |
+| `_foreach_norm`, `_foreach_mul_` | norms and products of many tensors in few kernels, as torch's own clipping has them | 2.13 |
 | `FSDPModule._get_fsdp_state`, `FSDPState._lazy_init`, `._root_post_backward_final_callback`, `FSDPParamGroup.post_backward` \
 | gradients of several backwards reduced at once, without a backward, as torch's pipeline stages do | 2.13 |
 | `PreTrainedModel._tp_plan`, `._ep_plan`, `._fsdp_plan` | the plans that a class brings; what `model.tp_plan` reads | transformers 5.17, 5.24 |
@@ -39,9 +40,21 @@ __all__ = [
     "join_norms_over_meshes",
     "kept_in_float32",
     "mark_expert_parallel",
+    "norms_of_all",
     "per_parameter_mesh",
+    "scale_all_",
     "show_plan",
 ]
+
+
+def norms_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor, computed in `dtype`; all are of one device and dtype, none is empty."""
+    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
+
+
+def scale_all_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors, of one device and dtype, by a scalar tensor of both."""
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def class_plan(module: nn.Module, plan: str) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ep_plans._compat import norms_of_all, scale_all_
 from ep_plans.nonfinite import Gradients, find_nonfinite, with_names
 from ep_plans.styles.base import local
 
@@ -26,15 +28,27 @@ class GradNorm:
         if not self.norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}.")
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._parts: list[Tensor] = []
-        self._device = torch.device("cpu")
+        # Norms of one dtype that count alike: reduced by as many kernels as one would be.
+        self._norms: dict[tuple[float, torch.dtype], list[Tensor]] = {}
+        self._device: torch.device | None = None
 
     def add(self, grad: Tensor, *, of: Tensor) -> None:
         """Count the gradient of a parameter; nothing of it is kept."""
-        if not self._parts:
-            self._device = _reduction_device(grad)
-        power = _local_power(grad, self.norm_type, self._world, _share(of))
-        self._parts.append(power.to(self._device))
+        self.add_all([(grad, of)])
+
+    @torch.no_grad()
+    def add_all(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """As `add`, for pairs of a gradient and its parameter: few kernels for all of them."""
+        alike: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
+        for grad, of in gradients:
+            if self._device is None:
+                self._device = _reduction_device(grad)
+            values, copies = local(grad), _copies(grad, self._world) * _share(of)
+            alike.setdefault((values.device, values.dtype, copies), []).append(values)
+        for (_, dtype, copies), tensors in alike.items():
+            key = copies, torch.promote_types(dtype, torch.float32)
+            norms = _norms(tensors, self.norm_type, key[1])
+            self._norms.setdefault(key, []).extend(norm.to(self._device) for norm in norms)
 
     def total(self, witness: Tensor | None = None) -> Tensor:
         """The norm, float64 and the same on every rank; the next one starts anew.
@@ -45,15 +59,17 @@ class GradNorm:
 
         Cost: one all-reduce of a number over the world.
         """
-        # In float64, so that squares of very large and very small norms stay in range.
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        device = self._device or torch.device("cpu")
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
         if witness is not None:
-            zero = zero + (witness.detach().to(self._device).double() * 0.0).sum()
-        powers = torch.stack([zero, *self._parts])
-        self._parts = []
+            zero = zero + (witness.detach().to(device).double() * 0.0).sum()
+        norms, self._norms = self._norms, {}
+        # In float64, so that squares of very large and very small norms stay in range.
+        wide = [(copies, torch.stack(one).double()) for (copies, _), one in norms.items() if one]
         if math.isinf(self.norm_type):
-            return _greatest(powers.amax(), self._world)
-        power = powers.sum()
+            return _greatest(torch.cat([zero, *(one for _, one in wide)]).amax(), self._world)
+        powers = [one.pow(self.norm_type) / copies for copies, one in wide]
+        power = torch.cat([zero, *powers]).sum()
         if self._world > 1:
             dist.all_reduce(power)
         return power.pow(1.0 / self.norm_type)
@@ -81,9 +97,8 @@ def grad_norm(
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-        if tensor.grad is not None:
-            norm.add(tensor.grad, of=tensor)
-    if tensors and not any(tensor.grad is not None for tensor in tensors):
+    norm.add_all((tensor.grad, tensor) for tensor in tensors if tensor.grad is not None)
+    if tensors and norm._device is None:
         norm._device = _reduction_device(tensors[0])
     return norm.total(witness).to(dtype)
 
@@ -134,16 +149,20 @@ def _share(parameter: Tensor) -> float:
     return getattr(parameter, _SHARE, 1.0)
 
 
+@torch.no_grad()
 def clip_grads_with_norm_(parameters: Gradients, max_norm: float, total_norm: Tensor) -> None:
     """Scale the gradients in place so that their norm, which is `total_norm`, is at most `max_norm`.
 
     As torch's function of this name. No communication.
     """
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for _, parameter in with_names(parameters):
         if parameter.grad is not None:
             grad = local(parameter.grad)
-            grad.mul_(factor.to(grad.device, grad.dtype))
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), grads in alike.items():
+        scale_all_(grads, factor.to(device, dtype))
 
 
 def _reduction_device(tensor: Tensor) -> torch.device:
@@ -169,16 +188,12 @@ def _copies(grad: Tensor, world: int) -> float:
     return world / parts
 
 
-def _local_power(grad: Tensor, norm_type: float, world: int, share: float) -> Tensor:
-    """This rank's share of the sum of |g|^p (or its maximum), in float64."""
-    values = local(grad)
+def _norms(values: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor, in `dtype`; empty ones have none."""
+    values = [one for one in values if one.numel()]
     if math.isinf(norm_type):
-        most = values.abs().amax() if values.numel() else values.new_zeros(())
-        return most.to(torch.float64)
-    wide = torch.promote_types(values.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(values, norm_type, dtype=wide).to(torch.float64)
-    power: Tensor = norm.pow(norm_type) / (_copies(grad, world) * share)
-    return power
+        return [one.abs().amax().to(dtype) for one in values]
+    return norms_of_all(values, norm_type, dtype) if values else []
 
 
 def _greatest(value: Tensor, world: int) -> Tensor:

@@ -143,7 +143,7 @@ class Routes:
         experts, ranks = this.num_experts, this.ep_size
         group = self.layout.group("ep", self.rank)
         stage = Stage(this.ep_group, experts)
-        each = experts // ranks + 1
+        each = experts // ranks + 3
         arrived = table.clone()
         told = [int(x) for x in table[0, chunks * each :]]
         notice = Notice.decode(told[: Notice.LENGTH])
@@ -160,13 +160,11 @@ class Routes:
                 first, last = chunk_bounds(tokens, this.tp_size, self.layout.coordinate("tp", rank))
             ends = [first + (last - first) * end // chunks for end in range(chunks + 1)]
             for chunk in range(chunks):
-                part = ids[ends[chunk] : ends[chunk + 1]].reshape(-1)
-                number = ends[chunk + 1] - ends[chunk]
-                token = torch.arange(len(part)) // slots
-                order = stage.order(token, part, number)
+                part = ids[ends[chunk] : ends[chunk + 1]]
+                order = stage.order(torch.arange(len(part))[:, None], part, len(part))
                 columns = arrived[place, chunk * each : (chunk + 1) * each]
-                columns[:-1] = order.counts.view(ranks, -1)[this.ep_rank]
-                columns[-1] = order.rows_per_owner[this.ep_rank]
+                columns[:-3] = order.counts.view(ranks, -1)[this.ep_rank]
+                columns[-3] = order.rows_per_owner[this.ep_rank]
             own = this.sequence_parallel
             first_of_batch = place if own else place - self.layout.coordinate("tp", rank)
             known = replace(notice, rank=place, batch=first_of_batch)
