@@ -26,11 +26,15 @@ from expert_parallel.cli import app
 # With single experts in the files, fused in the model; a correction bias; tied embeddings.
 FAMILIES = {"qwen3_moe": {"tie_word_embeddings": True}, "deepseek_v3": {}, "gpt_oss": {}}
 LAYOUT = dispatching(tp_size=2, fsdp_size=2, ep_size=4)
+STAGES = dispatching(pp_size=2, tp_size=2, ep_size=2)
 
 
-def train(rank: int, family: str, folder: str, save_hf: bool) -> None:
+def train(
+    rank: int, family: str, folder: str, save_hf: bool, layout: dict[str, Any] | None = None
+) -> None:
     config = tiny_models.FAMILIES[family](**FAMILIES[family])
-    model = parallelize(tiny_models.build(config, torch.float32), DistributedConfig(**LAYOUT))
+    whole = tiny_models.build(config, torch.float32)
+    model = parallelize(whole, DistributedConfig(**layout or LAYOUT))
     args = arguments(folder, 2, max_steps=1, save_strategy="steps", save_steps=1, use_cpu=True)
     options = CheckpointOptions(save_hf=save_hf)
     EPTrainer(model, args, train_dataset=Sentences(8), checkpoint_options=options).train()
@@ -48,11 +52,15 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(app, ["checkpoint", *words])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [*((family, LAYOUT) for family in FAMILIES), ("qwen3_moe", STAGES)],
+    ids=[*FAMILIES, "stages"],
+)
 def test_an_export_is_what_save_pretrained_writes(
-    ranks: RankPool, tmp_path: Path, family: str
+    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, Any]
 ) -> None:
-    ranks.run(train, family, str(tmp_path), False, world=4, timeout=120)
+    ranks.run(train, family, str(tmp_path), False, layout, world=4, timeout=120)
     checkpoint, plain = tmp_path / "checkpoint-1", tmp_path / "plain"
     result = run("export", str(checkpoint), str(tmp_path / "out"), "--max-shard-size", "60KB")
     assert result.exit_code == 0, result.output

@@ -37,11 +37,11 @@ def resume_matrix(full: bool) -> dict[str, Any]:
             run = Path(folder) / source
             if source not in whole:
                 whole[source] = pool.run(
-                    law.train, law.LAYOUTS[source], str(run), world=law.world(source), timeout=300
+                    law.train, source, str(run), world=law.world(source), timeout=300
                 )
             name = f"{source} -> {target} at step {step}"
             checkpoint = str(run / f"checkpoint-{step}")
-            arguments = law.LAYOUTS[target], str(run), checkpoint, 1
+            arguments = target, str(run), checkpoint, 1
             try:
                 found = pool.run(law.train, *arguments, world=law.world(target), timeout=300)
             except Exception as error:  # noqa: BLE001 (counted)
@@ -65,8 +65,9 @@ def resume_matrix(full: bool) -> dict[str, Any]:
 def _conditions(found: dict[str, Any]) -> str:
     which = "all" if found["full"] else "a sample of"
     return (
-        f"{which} pairs of tp=8; tp=4,fsdp=2; tp=2,fsdp=4; fsdp=8; 2x(tp=2,fsdp=2); one process, EP "
-        f"on: {found['runs']} resumed runs; tiny Qwen3-MoE, AdamW, float32"
+        f"{which} pairs of tp=8; tp=4,fsdp=2; tp=2,fsdp=4; fsdp=8; 2x(tp=2,fsdp=2); pp=2,tp=2,fsdp=2; one "
+        f"process, and of stages on 4 ranks, EP on: {found['runs']} resumed runs; tiny Qwen3-MoE, AdamW, "
+        "float32"
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,12 +55,14 @@ class Contents:
         told: what the other ranks should know too (`gathered` gets it), of any kind.
         gathered: on the first rank, given what each rank told: writes small files.
         own_file: name and content of this rank's own small file, written by `torch.save`.
+        expected: names that some rank must hold, by section: where ranks hold different ones.
     """
 
     sections: Mapping[str, Mapping[str, Tensor]]
     told: Any = None
     gathered: Callable[[Path, list[Any]], None] | None = None
     own_file: tuple[str, Any] | None = None
+    expected: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -205,6 +207,13 @@ class Checkpointer:
         for name, planner in planners.items():
             # The same on all ranks, so a problem is raised on all.
             kept, metadata = planner.create_global_plan([each[name] for each, _ in said])
+            missing = set(contents.expected.get(name, ())) - set(metadata.state_dict_metadata)
+            if missing:
+                raise CheckpointError(
+                    f"{min(missing)}"
+                    + (f" and {len(missing) - 1} more tensors" if len(missing) > 1 else "")
+                    + " of the model are on no rank, so the checkpoint would not be whole."
+                )
             sections[name] = _Section(planner, kept[rank], metadata)
         told = [each for _, each in said]
         return _Job(folder, sections, manifest, contents, told, then)
@@ -292,6 +301,10 @@ class Checkpointer:
                 tidy(run)
                 found = next((path for _, path in checkpoints(run)), None)
         return exchange(found, None, "", self._talk)[0]  # type: ignore[no-any-return]
+
+    def everywhere(self, names: Collection[str]) -> set[str]:
+        """The names of all ranks together. One all-gather of objects."""
+        return set().union(*exchange(sorted(names), None, "", self._talk))
 
     def stored(self, folder: Path, name: str) -> Mapping[str, Any]:
         """DCP's metadata of the tensors of a section, by name."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ep_plans import parallel_state
 from ep_trainer.checkpoint.errors import CheckpointError
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -45,6 +46,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         if first.setdefault(id(value), name) == name:
             found[name] = value
     return found
+
+
+def tensor_names(model: nn.Module) -> set[str]:
+    """The names that `model_tensors` gives, of all pipeline stages together."""
+    state = parallel_state(model)
+    if state is None or state.pipeline is None:
+        return set(model_tensors(model))
+    names, parts = set(state.pipeline.tensors), state.pipeline.parts
+    return names - {f"{parts.head}.weight"} if parts.tied else names
 
 
 @dataclass

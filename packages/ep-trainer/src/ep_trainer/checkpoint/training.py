@@ -40,6 +40,7 @@ from ep_trainer.checkpoint.state import (
     optimizer_state,
     optimizer_targets,
     scheduler_state,
+    tensor_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -203,14 +204,16 @@ class CheckpointingTrainer(HookedTrainer):
 
     def _contents(self, only_model: bool) -> Contents:
         model = model_tensors(self._whole_model)
+        expected = {"model": tensor_names(self._whole_model)}
         if only_model:
-            return Contents({"model": model})
+            return Contents({"model": model}, expected=expected)
         optimizer = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
         return Contents(
             {"model": model, "optimizer": optimizer.tensors, "extra": self._extra_tensors()},
             told=optimizer.described(),
             gathered=_write_descriptions,
             own_file=(self._random_file(), random_state()),
+            expected=expected,
         )
 
     @property
@@ -310,8 +313,10 @@ class CheckpointingTrainer(HookedTrainer):
         self.checkpointer.wait()
         manifest = self.checkpointer.check(folder, values=self.checkpoint_options.verify)
         targets = model_tensors(self._whole_model)
+        # Stages hold different names.
+        known = self.checkpointer.everywhere(targets) if self.layout.pp > 1 else set(targets)
         with self.checkpointer.together(f"Loading {folder}"):
-            self._check_nothing_left(folder, targets)
+            self._check_nothing_left(folder, known)
             if resuming:
                 self._check_resumable(folder, manifest, targets)
         self.checkpointer.load(folder, {"model": targets})
@@ -333,11 +338,9 @@ class CheckpointingTrainer(HookedTrainer):
                 "parameter: freeze the same ones as before."
             )
 
-    def _check_nothing_left(self, folder: Path, targets: Mapping[str, Tensor]) -> None:
-        """Refuse what the model has no place for, where one rank holds all names."""
-        if self.layout.pp > 1:
-            return
-        left = sorted(set(self.checkpointer.stored(folder, "model")) - set(targets))
+    def _check_nothing_left(self, folder: Path, known: set[str]) -> None:
+        """Refuse what the model, all stages of it, has no place for."""
+        left = sorted(set(self.checkpointer.stored(folder, "model")) - known)
         if left:
             raise CheckpointError(
                 f"{folder} holds {left[0]}"
