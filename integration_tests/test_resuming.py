@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from ep_mesh import DistributedConfig
 from ep_testing import RankPool
-from ep_trainer import EPTrainer
+from ep_trainer import CheckpointError, EPTrainer
+from ep_trainer.checkpoint import Contents
+from ep_trainer.checkpoint.state import model_tensors, tensor_names
 from expert_parallel import parallelize
 
 STEPS = 6
@@ -165,3 +167,57 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             assert run.weights == expected[rank].weights
         else:
             assert run.loss == pytest.approx(after, rel=1e-6)
+
+
+def stages(folder: str, layers: int, **changes: Any) -> EPTrainer:
+    config = DistributedConfig(**dispatching(pp_size=2))
+    model = parallelize(build(num_hidden_layers=layers, tie_word_embeddings=True), config)
+    values = {"max_steps": 3, "logging_steps": 1, "save_steps": 1, "save_strategy": "steps"}
+    return EPTrainer(
+        model,
+        arguments(folder, GLOBAL_BATCH, **values | changes),
+        train_dataset=Sentences(SAMPLES),
+        eval_dataset=Sentences(8, seed=9),
+    )
+
+
+def best_and_refused(rank: int, folder: str) -> tuple[dict[str, float], float, list[str]]:
+    """The evaluations of a run that ends with its best model, that model's, and two errors."""
+    # Such steps that the loss soon rises.
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = stages(folder, 4, learning_rate=0.5, **best)
+    trainer.train()
+    evaluated = {
+        f"checkpoint-{entry['step']}": entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
+    texts = []
+    for layers in (2, 6):
+        with pytest.raises(CheckpointError) as error:
+            stages(folder, layers).train(resume_from_checkpoint=True)
+        texts.append(str(error.value))
+    whole = model_tensors(trainer.model)
+    whole.pop(max(whole))  # as if a stage had forgotten it
+    with (
+        pytest.raises(CheckpointError) as error,
+        trainer.checkpointer.preparing(Path(folder, "new")),
+    ):
+        trainer.checkpointer.save(
+            Path(folder, "new"),
+            Contents({"model": whole}, expected={"model": tensor_names(trainer.model)}),
+            trainer._manifest(),
+            in_background=False,
+        )
+    return evaluated, trainer.evaluate()["eval_loss"], [*texts, str(error.value)]
+
+
+def test_the_best_model_of_stages_and_what_is_not_whole(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(best_and_refused, str(tmp_path), world=2, timeout=120)
+    for evaluated, at_end, (fewer, more, forgotten) in found:
+        assert at_end == pytest.approx(min(evaluated.values()), rel=1e-6)
+        assert at_end < list(evaluated.values())[-1], "another than the last"
+        assert "model.layers.2." in fewer
+        assert "that Qwen3MoeForCausalLM has not" in fewer
+        assert "model.layers.4." in more
+        assert "on no rank" in forgotten

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_plans.parallelize import parallel_state
 from ep_plans.styles.base import local
 
 Gradients = nn.Module | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -23,11 +24,13 @@ class NonFinite:
         ranks: for each such parameter, in the model's order, the ranks on whose part of the reduced
             gradient it shows. A reduction carries a value to the ranks that hold its sum, so these
             tell which part of a parameter is bad (which experts), not always who computed it.
-        total: parameters with a gradient.
+        total: parameters with a gradient, on this rank.
+        stages: the pipeline stage of each such parameter; empty without stages, or if no model was given.
     """
 
     ranks: dict[str, tuple[int, ...]]
     total: int
+    stages: dict[str, int] = field(default_factory=dict)
 
     @property
     def first(self) -> str | None:
@@ -40,9 +43,11 @@ class NonFinite:
             return "no gradient is: each is finite, but their norm is not"
         layer, _, _ = self.first.rpartition(".")
         ranks = ", ".join(map(str, self.ranks[self.first]))
+        stage = f"pipeline stage {self.stages[self.first]}, " if self.stages else ""
+        of = "" if self.stages else f" of {self.total}"
         return (
-            f"backward met it first in {layer or self.first} ({self.first}, on rank {ranks}), and "
-            f"{len(self.ranks)} of {self.total} gradients have it"
+            f"backward met it first in {layer or self.first} ({self.first}, {stage}on rank {ranks}), and "
+            f"{len(self.ranks)}{of} gradients have it"
         )
 
 
@@ -62,11 +67,15 @@ def find_nonfinite(parameters: Gradients) -> NonFinite:
     if world > 1:
         gathered = [[] for _ in range(world)]
         dist.all_gather_object(gathered, mine)
-    order = {name: place for place, (name, _) in enumerate(named)}
+    state = parallel_state(parameters) if isinstance(parameters, nn.Module) else None
+    pipeline = None if state is None else state.pipeline
+    names = [name for name, _ in named] if pipeline is None else pipeline.tensors
+    order = {name: place for place, name in enumerate(names)}
     every = sorted({n for names in gathered for n in names}, key=lambda n: order.get(n, -1))
     return NonFinite(
         {n: tuple(rank for rank, names in enumerate(gathered) if n in names) for n in every},
         len(named),
+        {n: pipeline.stage_of(n) for n in every} if pipeline is not None else {},
     )
 
 

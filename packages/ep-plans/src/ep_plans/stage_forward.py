@@ -152,7 +152,7 @@ class StageForward(nn.Module):
         if not self.is_last:
             call = {name: value for name, value in call.items() if name not in _LAST_ONLY}
         try:
-            with _running(self._model, self._swapped):
+            with _running(self._model, self._swapped, kwargs):
                 output = model(**call)
             return output, None if self._exit is None else self._exit.value
         finally:
@@ -241,11 +241,21 @@ _RUNNING = "_ep_stage_running"
 
 def runs_as_stage(model: nn.Module) -> bool:
     """Whether a `StageForward` is calling `model`."""
-    return bool(vars(model).get(_RUNNING))
+    return _RUNNING in vars(model)
+
+
+def stage_arguments(model: nn.Module) -> Mapping[str, Any] | None:
+    """What the `StageForward` that is calling `model` was given by name, labels on every stage too.
+
+    None: no stage is running.
+    """
+    return vars(model).get(_RUNNING)
 
 
 @contextlib.contextmanager
-def _running(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def _running(
+    model: nn.Module, modules: Mapping[str, nn.Module], arguments: Mapping[str, Any]
+) -> Iterator[None]:
     """Let `model` have these modules meanwhile."""
     places = []
     for name, module in modules.items():
@@ -253,7 +263,7 @@ def _running(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Non
         children = model.get_submodule(owner)._modules
         places.append((children, leaf, children[leaf]))
         children[leaf] = module
-    vars(model)[_RUNNING] = True
+    vars(model)[_RUNNING] = arguments
     try:
         yield
     finally:

@@ -248,6 +248,13 @@ class Pipeline:
             return self.is_first
         return self.is_last or not is_below(name, self.parts.last)
 
+    def stage_of(self, name: str) -> int:
+        """The stage that runs the module, or the module of the parameter, of that name."""
+        if is_below(name, [self.parts.layers]) and name != self.parts.layers:
+            layer = int(name[len(self.parts.layers) + 1 :].partition(".")[0])
+            return next(stage for stage, held in enumerate(self.stages.ranges) if layer in held)
+        return 0 if is_below(name, self.parts.first) else len(self.stages) - 1
+
     def part_of(self, plans: Plans) -> Plans:
         """The rules for the modules that this rank runs."""
         tp, ep, fsdp = (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
+from ep_mesh.world import gathered
 from ep_plans import local, parallel_state
 from ep_trainer.moe_layers import (
     MoELayer,
@@ -51,7 +52,8 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
         ValueError: when training begins, if no layer has such a bias, or one of 16 bits, which rounds such
             steps away.
 
-    Cost: one all-reduce of [L, E] numbers per optimizer step; no host synchronization.
+    Cost: one all-reduce of [L, E] numbers per optimizer step, L of all pipeline stages; no host
+    synchronization. A gather of names when training begins.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.rate, self.rule = rate, rule
         self._layers: list[tuple[MoELayer, Tensor]] = []
         self._counts: list[Tensor] = []
+        self._sizes: dict[str, int] = {}
+        self._device = torch.device("cpu")
         self._tokens: Tensor | None = None
         self._tp = (1, 0)
         self._forward: TrainingForward | None = None
@@ -73,7 +77,8 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         """Find the biases and watch the experts."""
         self.on_train_end()
-        self._layers = _biased_layers(model)
+        self._layers, self._sizes = _agreed_layers(model)
+        self._device = next(model.parameters()).device
         self._counts = [
             torch.zeros(bias.numel(), dtype=torch.float64, device=local(bias).device)
             for _, bias in self._layers
@@ -97,15 +102,22 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Move the biases. Every rank calls."""
-        if not self._counts:
+        if not self._sizes:
             return
-        sizes = [len(counts) for counts in self._counts]
-        loads = torch.cat([counts.to(self._counts[0].device) for counts in self._counts])
+        own = {
+            layer.name: counts
+            for (layer, _), counts in zip(self._layers, self._counts, strict=True)
+        }
+        # Each stage counts its own layers, and all ranks add up the same numbers.
+        nothing = torch.zeros(max(self._sizes.values()), dtype=torch.float64, device=self._device)
+        loads = torch.cat(
+            [own.get(name, nothing[:size]).to(self._device) for name, size in self._sizes.items()]
+        )
         if dist.is_initialized():
             dist.all_reduce(loads)
-        for (_, bias), load, counts in zip(
-            self._layers, loads.split(sizes), self._counts, strict=True
-        ):
+        totals = dict(zip(self._sizes, loads.split(list(self._sizes.values())), strict=True))
+        for (layer, bias), counts in zip(self._layers, self._counts, strict=True):
+            load = totals[layer.name]
             short = load.mean() - load
             step = short.sign() if self.rule == "sign" else short / load.mean().clamp(min=1)
             _add(bias, self.rate * step)
@@ -130,6 +142,29 @@ class BiasBalancing(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return count
 
 
+def _agreed_layers(
+    model: nn.Module,
+) -> tuple[list[tuple[MoELayer, Tensor]], dict[str, int]]:
+    """This rank's layers with their biases, and the sizes of all stages' by name; one verdict."""
+    here: list[tuple[MoELayer, Tensor]] = []
+    problem: str | None = None
+    try:
+        here = _biased_layers(model)
+    except ValueError as error:
+        problem = str(error)
+    said = gathered((problem, {layer.name: bias.numel() for layer, bias in here}))
+    problem = next((text for text, _ in said if text is not None), None)
+    sizes = {name: size for _, sizes in said for name, size in sizes.items()}
+    if problem is None and not sizes:
+        problem = (
+            f"BiasBalancing needs routers with a bias to choose experts by ({', '.join(BIAS_NAMES)}), and "
+            f"{type(model).__name__} has none: use its auxiliary loss (output_router_logits=True)."
+        )
+    if problem is not None:
+        raise ValueError(problem)
+    return here, sizes
+
+
 def _biased_layers(model: nn.Module) -> list[tuple[MoELayer, Tensor]]:
     found = []
     for layer in moe_layers(model):
@@ -142,11 +177,6 @@ def _biased_layers(model: nn.Module) -> list[tuple[MoELayer, Tensor]]:
                     "thousandth away: keep it in float32 (bias.data = bias.data.float())."
                 )
             found.append((layer, bias))
-    if not found:
-        raise ValueError(
-            f"BiasBalancing needs routers with a bias to choose experts by ({', '.join(BIAS_NAMES)}), and "
-            f"{type(model).__name__} has none: use its auxiliary loss (output_router_logits=True)."
-        )
     return found
 
 

@@ -19,6 +19,7 @@ from ep_plans import around_forward, local_parameters, parallel_state
 from ep_trainer._compat import causal_lm_loss
 from ep_trainer.cross_entropy import chunked_cross_entropy
 from ep_trainer.data import IGNORED
+from ep_trainer.meters.base import gathered
 
 
 def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: float = 0.0) -> None:
@@ -37,8 +38,24 @@ def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: f
     Raises:
         ValueError: the model has no such head, or another loss than transformers' for causal LMs.
 
-    Cost: as `chunked_cross_entropy`.
+    Cost: as `chunked_cross_entropy`. Over pipeline stages a gather of a verdict, and the last one does it.
     """
+    state = parallel_state(model)
+    if state is None or state.pipeline is None:
+        _chunk(model, chunk_tokens, label_smoothing)
+        return
+    problem: str | None = None
+    try:
+        if state.pipeline.is_last:
+            _chunk(model, chunk_tokens, label_smoothing)
+    except ValueError as error:
+        problem = str(error)
+    problem = next((text for text in gathered(problem) if text is not None), None)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _chunk(model: nn.Module, chunk_tokens: int, label_smoothing: float) -> None:
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"loss_chunk_tokens must be an int of at least 1, got {chunk_tokens!r}.")
     if hasattr(model, "get_base_model"):

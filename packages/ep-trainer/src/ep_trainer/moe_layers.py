@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ep_dispatch.collectives import chunk_bounds
 from ep_plans import local, num_experts_of, parallel_state
+from ep_plans.stage_forward import stage_arguments
 from ep_trainer.data import IGNORED
 
 
@@ -173,7 +174,8 @@ class TrainingForward:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.runs = module.training and torch.is_grad_enabled()
         if self.runs:
-            self._begin(kwargs)
+            arguments = stage_arguments(module)
+            self._begin(kwargs if arguments is None else arguments)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.runs = False

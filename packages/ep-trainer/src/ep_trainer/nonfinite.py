@@ -17,7 +17,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ep_plans import find_nonfinite
+from ep_plans import find_nonfinite, parallel_state
+from ep_plans.stages import Passthrough
 
 ON_NONFINITE = ("stop", "skip", "ignore")
 
@@ -105,13 +106,18 @@ def _first_output(model: nn.Module, micro: int, forward: Callable[[int], Any]) -
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    state = parallel_state(model)
+    pipeline = None if state is None else state.pipeline
+    # Over stages children come before their parents: a layer is handed on by others, which know it by name.
+    names = [name for name, _ in model.named_modules()] if pipeline is None else pipeline.modules
+    order = {name: place for place, name in enumerate(names)}
     found = [(names[0], rank) for rank, names in enumerate(_gathered(bad[:1])) if names]
     if not found:
         return "and no module's output in a second forward"
     first = min((name for name, _ in found), key=lambda name: order.get(name, -1))
     ranks = ", ".join(str(rank) for name, rank in found if name == first)
-    return f"first in the output of {first or type(model).__name__} (on rank {ranks})"
+    where = "" if pipeline is None else f"pipeline stage {pipeline.stage_of(first)}, "
+    return f"first in the output of {first or type(model).__name__} ({where}on rank {ranks})"
 
 
 @contextmanager
@@ -126,7 +132,11 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 
         return look
 
-    handles = [m.register_forward_hook(watch(name)) for name, m in model.named_modules()]
+    handles = [
+        module.register_forward_hook(watch(name))
+        for name, module in model.named_modules()
+        if not isinstance(module, Passthrough)  # another stage's
+    ]
     try:
         yield bad
     finally:

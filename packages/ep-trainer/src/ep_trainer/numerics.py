@@ -65,8 +65,18 @@ class Numerics:
                     "fp16=True on CPU ranks: accelerate has no float16 there; pass bf16=True, which "
                     "needs no scaling"
                 )
+            if state is not None and state.mesh.size("pp") > 1:
+                yield (
+                    "fp16=True over pipeline stages, whose losses are not scaled: pass bf16=True, which "
+                    "needs no scaling"
+                )
         if self.in_backward:
             yield from self._problems_in_backward(args)
+            if state is not None and state.mesh.size("pp") > 1:
+                yield (
+                    "optim_in_backward=True over pipeline stages, where each micro-batch's backward adds "
+                    "to a gradient: leave it out, or pp_size"
+                )
 
     def _problems_in_backward(self, args: TrainingArguments) -> Iterator[str]:
         why = "optim_in_backward=True frees a gradient before the others are there, so"

@@ -108,7 +108,7 @@ class EPTrainer(CheckpointingTrainer):
         self._loss_is_counted = True
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
-            self._check(model, args)
+            self._check(model, args, router_z_loss_coef)
             if not self._computes_own_loss:
                 self._balancing = BalancingLoss.of(model, self.mesh)
         elif model is not None:
@@ -135,10 +135,16 @@ class EPTrainer(CheckpointingTrainer):
             smoothing = self.args.label_smoothing_factor
             chunk_loss(self.model, loss_chunk_tokens, label_smoothing=smoothing)
 
-    def _check(self, model: nn.Module, args: TrainingArguments) -> None:
+    def _check(self, model: nn.Module, args: TrainingArguments, router_z_loss_coef: float) -> None:
         mesh = self._sharded_mesh
         check_arguments(args, mesh.layout)
         self._numerics.check(args, model)
+        if router_z_loss_coef and mesh.layout.pp > 1:
+            raise ValueError(
+                f"router_z_loss_coef={router_z_loss_coef} over pipeline stages: the loss is the last stage's, "
+                "which has no other's router logits. Leave it out; the model's own auxiliary loss "
+                "(output_router_logits=True) is handed on."
+            )
         saves = args.save_strategy != "no"
         if saves and (args.save_only_model or self.checkpoint_options.save_hf):
             check_saves(model)
@@ -308,8 +314,13 @@ class EPTrainer(CheckpointingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], _: Tensor | None, micro_batches: int
     ) -> Tensor:
         """This micro-batch's share of the shard's loss, which transformers would divide itself."""
-        items = self._items_in_step
-        loss: Any = super().compute_loss(model, inputs, num_items_in_batch=items)
+        items, smoother = self._items_in_step, self.label_smoother
+        if self._chunks_loss:
+            self.label_smoother = None  # the chunked loss smooths the labels itself
+        try:
+            loss: Any = super().compute_loss(model, inputs, num_items_in_batch=items)
+        finally:
+            self.label_smoother = smoother
         counted = items is not None and self.model_accepts_loss_kwargs
         scaled = counted or self.compute_loss_func is not None
         parts = 1 if scaled else micro_batches * self.current_gradient_accumulation_steps

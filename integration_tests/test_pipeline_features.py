@@ -1,0 +1,195 @@
+"""What the trainer has beside plain steps, over pipeline stages: as in one process, or refused."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from dispatching import dispatching
+from test_routers import build_deepseek
+from test_selective import CHECKPOINTING
+from test_trainer import GLOBAL_BATCH, arguments, build, data
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ep_mesh import DistributedConfig
+from ep_plans import parallel_state
+from ep_testing import RankPool
+from ep_trainer import BiasBalancing, EPTrainer, ExpertLoad, Memory, Muon, Speed, chunk_loss
+from expert_parallel import parallelize
+
+SIZES = {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "interleaved_1f1b"}
+FOUR_LAYERS = {"num_hidden_layers": 4}
+FEW = {"max_steps": 3}
+SELECTIVE = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"selective": True}}
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def biases(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.named_buffers() if "correction_bias" in name}
+
+
+def trainer_of(
+    folder: str, options: dict[str, Any], changes: dict[str, Any], muon: bool = False
+) -> EPTrainer:
+    config = DistributedConfig(**dispatching(**SIZES))
+    model = parallelize(build(**FOUR_LAYERS), config)
+    args = arguments(folder, GLOBAL_BATCH // config.dp_size, **FEW | changes)
+    if muon:
+        options = {**options, "optimizers": (Muon(model, lr=1e-2, ns_dtype=torch.float32), None)}
+    return EPTrainer(model, args, **data(), **options)
+
+
+def in_one_process(changes: dict[str, Any], muon: bool = False) -> list[float]:
+    model = build(**FOUR_LAYERS)
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **FEW | changes)
+        options: dict[str, Any] = {}
+        if muon:
+            options["optimizers"] = (Muon(model, lr=1e-2, ns_dtype=torch.float32), None)
+        return losses(transformers.Trainer(model, args, **data(), **options))
+
+
+def lean(rank: int, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any], int]:
+    """With a chunked loss, selective checkpointing and all meters."""
+    load = ExpertLoad()
+    options = {"loss_chunk_tokens": 5, "callbacks": [load, Memory(), Speed()]}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(folder, options, changes | SELECTIVE)
+        made: list[int] = []
+        trainer.model.lm_head.register_forward_hook(lambda *call: made.append(call[-1].numel()))
+        found = losses(trainer)
+    if parallel_state(trainer.model).pipeline.is_last:
+        assert set(made) == {1}, "sums of losses, no logits"
+    assert load.total_shares is not None
+    torch.testing.assert_close(load.total_shares.sum(1), torch.ones(4, dtype=torch.float64))
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return found, logs[-1], len(load.layers)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_chunked_loss_selective_checkpointing_and_meters(
+    ranks: RankPool, smoothing: float
+) -> None:
+    changes = {"label_smoothing_factor": smoothing}
+    expected = in_one_process(changes)
+    for found, log, layers in ranks.run(lean, changes, world=4, timeout=200):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert layers == 4
+        assert {"expert_load_max", "peak_memory_gb", "tokens_per_second_per_rank"} <= log.keys()
+
+
+def with_muon(rank: int) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return losses(trainer_of(folder, {}, {}, muon=True))
+
+
+def test_muon_steps_as_one_process(ranks: RankPool) -> None:
+    expected = in_one_process({}, muon=True)
+    for found in ranks.run(with_muon, world=4, timeout=200):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def balanced(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    config = DistributedConfig(**dispatching(pp_size=2, fsdp_size=2, ep_size=2))
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, GLOBAL_BATCH // config.dp_size, **FEW)
+        model = parallelize(build_deepseek(), config)
+        trainer = EPTrainer(model, args, **data(), callbacks=[BiasBalancing(1e-2)])
+        return losses(trainer), biases(model)
+
+
+def test_a_bias_is_moved_on_the_stage_that_has_it(ranks: RankPool) -> None:
+    # The first layer has no experts, and so neither has the first stage.
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **FEW)
+        model = build_deepseek()
+        expected = losses(
+            transformers.Trainer(model, args, **data(), callbacks=[BiasBalancing(1e-2)])
+        )
+    moved = biases(model)
+    found = ranks.run(balanced, world=4, timeout=200)
+    seen: dict[str, Tensor] = {}
+    for curve, own in found:
+        assert curve == pytest.approx(expected, rel=1e-5)
+        seen |= own
+        for name, bias in own.items():
+            torch.testing.assert_close(bias, moved[name])
+    assert seen.keys() == moved.keys()
+
+
+def spoiled(rank: int, what: str) -> str:
+    """In the second step a weight of the third layer, and so the loss, or its gradient is not finite."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(folder, {}, {})
+        name = "model.layers.2.self_attn.o_proj.weight"
+        weight = dict(trainer.model.named_parameters()).get(name)
+        run = trainer.training_step
+        norm = trainer.gradient_norm
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            if trainer.state.global_step == 1 and weight is not None and what == "loss":
+                _local(weight.detach()).fill_(math.nan)
+            return run(*args, **kwargs)
+
+        def gradient_norm(model: Any) -> Tensor:
+            if trainer.state.global_step == 1 and weight is not None and what == "gradient":
+                _local(weight.grad)[:1].fill_(math.nan)
+            return norm(model)
+
+        trainer.training_step, trainer.gradient_norm = training_step, gradient_norm
+        with pytest.raises(RuntimeError) as error:
+            trainer.train()
+        return str(error.value)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_bad_stage_is_named(ranks: RankPool, what: str) -> None:
+    texts = ranks.run(spoiled, what, world=4, timeout=200)
+    assert len(set(texts)) == 1, "one verdict, and one text of it"
+    assert "step 2" in texts[0]
+    at = "model.layers.2.self_attn.o_proj"
+    if what == "loss":
+        assert f"first in the output of {at} (pipeline stage 2, on rank 0, 1)" in texts[0]
+    else:
+        assert f"first in {at} ({at}.weight, pipeline stage 2, on rank 0, 1)" in texts[0]
+
+
+def refused(rank: int) -> list[str]:
+    texts = []
+    alone = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"router_z_loss_coef": 0.1}, {}),
+        ({"optim_in_backward": True}, alone),
+        ({}, {"fp16": True}),
+        ({"loss_chunk_tokens": 0}, {}),
+    ]
+    for given, changes in options:
+        with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError) as error:  # noqa: PT011 (the text is given back)
+            trainer_of(folder, given, changes)
+        texts.append(str(error.value))
+    model = parallelize(build(), DistributedConfig(**dispatching(pp_size=2, fsdp_size=2)))
+    model.loss_function = None
+    with pytest.raises(ValueError, match="chunked loss") as error:
+        chunk_loss(model)
+    return [*texts, str(error.value)]
+
+
+def test_what_stages_cannot_do_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    found = ranks.run(refused, world=4, timeout=200)
+    assert all(texts == found[0] for texts in found)
+    words = ("router_z_loss_coef=0.1", "optim_in_backward=True", "fp16=True over", "at least 1")
+    for word, text in zip(words, found[0], strict=False):
+        assert word in text
