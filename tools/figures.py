@@ -35,6 +35,7 @@ TOLD = (
     "rss_MB",
     "unique",
     "bottleneck",
+    "apart_from",
 )
 """What the page tells of a figure beside its value."""
 TABLE = "| figure | value | against | conditions | measured |\n| --- | --- | --- | --- | --- |\n"
@@ -359,10 +360,12 @@ FIGURES.update(estimate_figures.figures())
 
 def _checkpoint_figures() -> None:
     import checkpoint_figures
+    import loss_curves
 
     full = "--full" in sys.argv
     for name, function in checkpoint_figures.FIGURES.items():
         FIGURES[name] = _named(function, full)
+    FIGURES["loss_curves"] = _named(loss_curves.loss_curves, full)
 
 
 _checkpoint_figures()
