@@ -43,7 +43,7 @@ def write(run: Path, step: int, saver: Checkpointer | None = None, **changes: An
             (new / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     tensors = state(step)
     contents = Contents({"model": tensors, "optimizer": {"w.exp_avg": tensors["w"]}})
-    saver.save(folder, contents, manifest(step), in_background=False, **changes)
+    saver.save(folder, lambda: contents, manifest(step), in_background=False, **changes)
     return folder
 
 
@@ -178,7 +178,7 @@ def fails_in_background(rank: int, folder: str) -> list[str]:
         with saver.preparing(path):
             pass
         contents = Contents({"model": state(2)})
-        saver.save(path, contents, manifest(2), in_background=True)
+        saver.save(path, lambda: contents, manifest(2), in_background=True)
         with pytest.raises((CheckpointError, OSError)) as caught, saver.preparing(path):
             pass
         said.append(str(caught.value))
@@ -204,7 +204,7 @@ def staged(rank: int, folder: str) -> None:
     tensors = state(5)
     with saver.preparing(path):
         pass
-    saver.save(path, Contents({"model": tensors}), manifest(5), in_background=True)
+    saver.save(path, lambda: Contents({"model": tensors}), manifest(5), in_background=True)
     for tensor in tensors.values():
         tensor.fill_(float("nan"))  # training goes on
     saver.wait()

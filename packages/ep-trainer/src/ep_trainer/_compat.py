@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -320,8 +320,8 @@ def save_settings(trainer: Trainer, folder: str) -> None:
     save_beside_model(trainer, folder)
 
 
-def save_trainer_state(trainer: Trainer, folder: str) -> None:
-    """Write the state of the trainer, and of the callbacks that export theirs."""
+def trainer_state(trainer: Trainer) -> TrainerState:
+    """A copy of the state of the trainer, and of the callbacks that export theirs."""
     states: Any = trainer.state.stateful_callbacks
     stopping, trainer.control.should_training_stop = trainer.control.should_training_stop, False
     try:
@@ -335,7 +335,15 @@ def save_trainer_state(trainer: Trainer, folder: str) -> None:
                 states[name] = call.state()
     finally:
         trainer.control.should_training_stop = stopping
-    trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+    state = copy.copy(trainer.state)
+    state.log_history = list(state.log_history)  # of which no entry changes
+    state.stateful_callbacks = copy.deepcopy(states)
+    return state
+
+
+def save_trainer_state(state: TrainerState, folder: str) -> None:
+    """Write it."""
+    state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
 
 
 def push_checkpoint(trainer: Trainer, folder: str) -> None:

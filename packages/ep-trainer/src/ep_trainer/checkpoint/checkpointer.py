@@ -2,12 +2,15 @@
 
 [Note: threads and collectives]
 A save has three parts. Planning, in the main thread: every rank tells what it holds (one
-all-gather of objects, on a gloo group for such talk), and all compute the same plan. Writing,
-in a thread if it is asynchronous: files only. Committing, in the same thread: every rank tells whether it
-has written (an all-gather on a second gloo group that nothing else uses, so it can't be mixed up
-with training's collectives); then the first rank writes the indices and the manifest and renames
-the directory, and tells how that went. What failed is raised on all ranks by the next `save` or
-`wait`, which are called by all.
+all-gather of objects, on a gloo group for such talk), and all compute the same plan. The plan is
+kept; while no rank's tensors have other names or forms, all that is asked of the ranks is whether
+so (one all-reduce of a number, on its way while the state is copied). Writing, in a thread if it is
+asynchronous: the first rank makes the directory and its small files, then every rank its own.
+Committing, in the same thread: every rank tells the first one what it has written; that one writes
+the indices and the manifest, renames the directory, and tells how that went. The thread's
+collectives are on a second gloo group that nothing else uses, so they can't be mixed up with
+training's. What failed is raised on all ranks by the next `save` or `wait`, which are called by
+all.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ep_trainer.checkpoint.errors import CheckpointError, exchange
+from ep_trainer.checkpoint.background import yield_to_others
+from ep_trainer.checkpoint.errors import CheckpointError, collect, exchange, settle
 from ep_trainer.checkpoint.files import flush, read_json, write_json
 from ep_trainer.checkpoint.manifest import (
     Manifest,
@@ -40,7 +44,7 @@ from ep_trainer.checkpoint.manifest import (
     tidy,
     write_manifest,
 )
-from ep_trainer.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner
+from ep_trainer.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, form_of
 from ep_trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 
 OPTIMIZER = "optimizer.json"
@@ -52,14 +56,18 @@ class Contents:
 
     Attributes:
         sections: tensors by section and name; those that this rank holds a part of.
-        told: what the other ranks should know too (`gathered` gets it), of any kind.
+        told: what the first rank should know too (`gathered` gets it), of any kind.
+        prepared: on the first rank: writes small files into the new directory, before any other.
         gathered: on the first rank, given what each rank told: writes small files.
         own_file: name and content of this rank's own small file, written by `torch.save`.
         expected: names that some rank must hold, by section: where ranks hold different ones.
+
+    What is told and written is used later, while training goes on: none of it may change.
     """
 
     sections: Mapping[str, Mapping[str, Tensor]]
     told: Any = None
+    prepared: Callable[[Path], None] | None = None
     gathered: Callable[[Path, list[Any]], None] | None = None
     own_file: tuple[str, Any] | None = None
     expected: Mapping[str, Collection[str]] = field(default_factory=dict)
@@ -72,14 +80,18 @@ class _Section:
     metadata: Metadata
 
 
+_Forms = Mapping[str, Mapping[str, tuple[Any, ...]]]
+"""By section and name."""
+
+
 @dataclass
 class _Job:
     folder: Path
     sections: Mapping[str, _Section]
     manifest: Manifest
     contents: Contents
-    told: list[Any]
     then: Callable[[], None] | None
+    make_folder: bool
     error: BaseException | None = None
     thread: threading.Thread | None = field(default=None)
 
@@ -94,6 +106,8 @@ class Checkpointer:
     def __init__(self) -> None:
         self._talk, self._commits = _groups()
         self._job: _Job | None = None
+        self._prepared: Path | None = None
+        self._known: tuple[_Forms, Mapping[str, _Section]] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -109,7 +123,9 @@ class Checkpointer:
 
     @contextmanager
     def preparing(self, folder: Path) -> Iterator[Path]:
-        """An empty directory that `save` will make `folder`; the first rank fills it beforehand.
+        """An empty directory that `save` will make `folder`, to be filled by all ranks beforehand.
+
+        Not needed where `Contents.prepared` does.
 
         Raises:
             CheckpointError: on the other ranks, if it fails on one.
@@ -118,45 +134,73 @@ class Checkpointer:
         new = saving_folder(folder)
         with self.together(f"Preparing {folder}"):
             if self.is_first:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                tidy(folder.parent)
-                new.mkdir()
+                _make_folder(new)
         with self.together(f"Writing into {new}"):
             yield new
+        self._prepared = folder
 
     def save(
         self,
         folder: Path,
-        contents: Contents,
+        collected: Callable[[], Contents],
         manifest: Manifest,
         *,
         in_background: bool,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Write a checkpoint, of which `preparing` made the directory.
+        """Write a checkpoint, after the one before is written.
 
         Args:
             folder: where it will be when it is complete.
-            contents: this rank's part.
+            collected: gives this rank's part; called once, here.
             manifest: what it is; its files are found out.
-            in_background: copy what is written to host memory and give back at once.
+            in_background: copy what this rank writes to host memory, which is kept for the next
+                time, and give back at once.
             then: run on the first rank when the checkpoint is in place; must not raise.
 
         Raises:
-            CheckpointError: planning failed, here or on another rank; with `in_background=False`
-                writing too.
+            CheckpointError: collecting or planning failed, or the save before, here or on another
+                rank; with `in_background=False` writing too.
+
+        Costs one all-reduce of a number; the first time, and when names or forms of tensors have
+        changed on a rank, an all-gather of what each holds too.
         """
-        job = self._planned(folder, contents, manifest, then)
+        self.wait()
+        error: Exception | None = None
+        contents, forms = Contents({}), {}
+        try:
+            contents = collected()
+            forms = {
+                name: {key: form_of(tensor) for key, tensor in tensors.items()}
+                for name, tensors in contents.sections.items()
+            }
+        except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+            error = caught
+        known = self._known is not None and self._known[0] == forms and error is None
+        answer = _Agreement(known, self._talk)
+        job = _Job(folder, {}, manifest, contents, then, make_folder=self._prepared != folder)
+        self._prepared = None
+        if known and in_background:
+            self._renewed(job)
+            self._stage(job)
+        if not answer.all_say_so():
+            self._known = None  # its memory goes before that of another
+            job.sections, job.error = {}, None
+            sections = self._planned(folder, contents, error)
+            self._known = forms, sections
+        if not job.sections:
+            self._renewed(job)
+            if in_background:
+                self._stage(job)
         if not in_background:
+            for each in job.sections.values():
+                each.planner.free()
             self._run(job)
             if job.error is not None:
                 raise job.error
             return
-        with self.together("Copying the state to host memory"):
-            for each in job.sections.values():
-                each.planner.stage(each.plan)
         job.thread = threading.Thread(
-            target=self._run, args=(job,), name=f"save {folder.name}", daemon=True
+            target=self._run_aside, args=(job,), name=f"save {folder.name}", daemon=True
         )
         self._job = job
         job.thread.start()
@@ -184,14 +228,25 @@ class Checkpointer:
             error = caught
         exchange(None, error, what, self._talk)
 
+    def _renewed(self, job: _Job) -> None:
+        """Give a job the plan that is known, with its tensors."""
+        assert self._known is not None
+        job.sections = self._known[1]
+        for name, each in job.sections.items():
+            each.planner.renew(job.contents.sections[name])
+
+    @staticmethod
+    def _stage(job: _Job) -> None:
+        """Copy what this rank writes; an error is raised by all ranks after the job has run."""
+        try:
+            for each in job.sections.values():
+                each.planner.stage(each.plan)
+        except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+            job.error = caught
+
     def _planned(
-        self,
-        folder: Path,
-        contents: Contents,
-        manifest: Manifest,
-        then: Callable[[], None] | None,
-    ) -> _Job:
-        error: Exception | None = None
+        self, folder: Path, contents: Contents, error: Exception | None
+    ) -> dict[str, _Section]:
         planners: dict[str, BoxSavePlanner] = {}
         plans: dict[str, SavePlan] = {}
         try:
@@ -200,13 +255,13 @@ class Checkpointer:
                 planners[name].set_up_planner(tensors)
                 plans[name] = planners[name].create_local_plan()
         except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
-            error = caught
-        said = exchange((plans, contents.told), error, f"Planning {folder}", self._talk)
+            error = error or caught
+        said = exchange(plans, error, f"Planning {folder}", self._talk)
         rank = dist.get_rank() if dist.is_initialized() else 0
         sections = {}
         for name, planner in planners.items():
             # The same on all ranks, so a problem is raised on all.
-            kept, metadata = planner.create_global_plan([each[name] for each, _ in said])
+            kept, metadata = planner.create_global_plan([each[name] for each in said])
             missing = set(contents.expected.get(name, ())) - set(metadata.state_dict_metadata)
             if missing:
                 raise CheckpointError(
@@ -215,42 +270,47 @@ class Checkpointer:
                     + " of the model are on no rank, so the checkpoint would not be whole."
                 )
             sections[name] = _Section(planner, kept[rank], metadata)
-        told = [each for _, each in said]
-        return _Job(folder, sections, manifest, contents, told, then)
+        return sections
+
+    def _run_aside(self, job: _Job) -> None:
+        yield_to_others()
+        self._run(job)
 
     def _run(self, job: _Job) -> None:
-        """Write and commit. Whatever happens, every rank makes the same two all-gathers."""
+        """Write and commit. Whatever happens, every rank makes the same collectives."""
+        what = f"Writing {job.folder}"
+        new = saving_folder(job.folder)
+        error, job.error = job.error, None
         try:
-            results: Any = None
-            error: Exception | None = None
             try:
-                results = self._written(job)
-            except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
-                error = caught
-            what = f"Writing {job.folder}"
-            try:
-                said = exchange(results, error, what, self._commits)
-                error = None
-                if self.is_first:
-                    try:
-                        self._commit(job, said)
-                    except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
-                        error = caught
+                if self.is_first and error is None:
+                    error = _caught(self._prepare, job)
                 exchange(None, error, what, self._commits)
+                results: dict[str, Any] = {}
+                error = _caught(self._write, job, results)
+                firsts = _caught(self._commit, job, results, error)
+                settle(error, firsts, self._commits)
             finally:
-                if self.is_first and saving_folder(job.folder).exists():
-                    shutil.rmtree(saving_folder(job.folder), ignore_errors=True)
+                if self.is_first and new.exists():
+                    shutil.rmtree(new, ignore_errors=True)
             if self.is_first and job.then is not None:
                 job.then()
         except Exception as caught:  # noqa: BLE001 (raised by the next call)
             job.error = caught
         finally:
-            job.sections = {}  # the copies of the state need not wait for the next save
+            for each in job.sections.values():
+                each.planner.renew({})  # which holds on to no tensor until the next save
 
-    def _written(self, job: _Job) -> Any:
+    def _prepare(self, job: _Job) -> None:
+        new = saving_folder(job.folder)
+        if job.make_folder:
+            _make_folder(new)
+        if job.contents.prepared is not None:
+            job.contents.prepared(new)
+
+    def _write(self, job: _Job, results: dict[str, Any]) -> None:
         folder = saving_folder(job.folder)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        results = {}
         for name, each in job.sections.items():
             path = section(folder, name)
             path.mkdir(parents=True, exist_ok=True)
@@ -263,15 +323,18 @@ class Checkpointer:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(content, path)
             flush(path)
-        return results
 
-    def _commit(self, job: _Job, said: list[Any]) -> None:
+    def _commit(self, job: _Job, results: Any, error: BaseException | None) -> None:
         folder = saving_folder(job.folder)
+        mine = results, job.contents.told
+        said = collect(mine, error, f"Writing {job.folder}", self._commits)
+        if not self.is_first:
+            return
         for name, each in job.sections.items():
             writer = SafetensorsWriter(section(folder, name))
-            writer.finish(each.metadata, [results[name] for results in said])
+            writer.finish(each.metadata, [results[name] for results, _ in said])
         if job.contents.gathered is not None:
-            job.contents.gathered(folder, job.told)
+            job.contents.gathered(folder, [told for _, told in said])
         files = small_files(folder)
         write_manifest(folder, _with_files(job.manifest, job.sections, files))
         put_in_place(job.folder)
@@ -350,6 +413,37 @@ def _with_files(
         files=files,
         versions=manifest.versions,
     )
+
+
+def _make_folder(new: Path) -> None:
+    """An empty directory; what killed runs left beside it goes."""
+    new.parent.mkdir(parents=True, exist_ok=True)
+    tidy(new.parent)
+    new.mkdir()
+
+
+def _caught(call: Callable[..., None], *args: Any) -> Exception | None:
+    """What a call raises."""
+    try:
+        call(*args)
+    except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
+        return caught
+    return None
+
+
+class _Agreement:
+    """Whether all ranks say so: asked when it is made, heard later."""
+
+    def __init__(self, word: bool, group: dist.ProcessGroup | None) -> None:
+        self._word = torch.tensor([int(word)])
+        self._work = None
+        if dist.is_initialized():
+            self._work = dist.all_reduce(self._word, dist.ReduceOp.MIN, group=group, async_op=True)
+
+    def all_say_so(self) -> bool:
+        if self._work is not None:
+            self._work.wait()
+        return bool(self._word.item())
 
 
 # Per default group, so that further trainers of a program make none.

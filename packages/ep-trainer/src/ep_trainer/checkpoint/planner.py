@@ -67,6 +67,13 @@ def chunks_of(tensor: Tensor) -> list[Chunk]:
     ]
 
 
+def form_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What the chunks of a tensor depend on: equal forms are planned alike."""
+    if isinstance(tensor, DTensor):
+        return tensor.dtype, tensor.shape, tensor.device_mesh, tensor.placements
+    return tensor.dtype, tensor.shape
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -83,20 +90,26 @@ class BoxSavePlanner(SavePlanner):
     """Plans the writing of a flat dict of tensors, plain ones and DTensors; see the module.
 
     Ranks may hold different names. `stage` copies what this rank writes to host memory, so that
-    the tensors may change before they are written.
+    the tensors may change before they are written. `renew` takes other tensors of the same
+    `form_of` without planning anew.
     """
 
     def __init__(self) -> None:
         self._state: Mapping[str, Any] = {}
         self._local: dict[MetadataIndex, tuple[str, tuple[Interval, ...]]] = {}
-        self._staged: dict[MetadataIndex, Tensor] = {}
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._is_staged = False
 
     def set_up_planner(
         self, state_dict: Mapping[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """Begin with these tensors."""
-        self._state = state_dict
-        self._local, self._staged = {}, {}
+        self.renew(state_dict)
+        self._local, self._buffers = {}, {}
+
+    def renew(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with these tensors, which have the names and forms of those before."""
+        self._state, self._is_staged = state_dict, False
 
     def create_local_plan(self) -> SavePlan:
         """All that this rank could write."""
@@ -150,22 +163,37 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def stage(self, plan: SavePlan) -> None:
-        """Copy what the plan writes to host memory, pinned if it comes from an accelerator."""
-        for item in plan.items:
-            data = self.resolve_data(item)
-            pinned = data.device.type == "cuda"
-            copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
-            self._staged[item.index] = copy.copy_(data, non_blocking=pinned)
-        if torch.cuda.is_available():
+        """Copy what the plan writes to host memory, pinned if it comes from an accelerator.
+
+        The memory is kept for the next time: fresh pages cost more than the copy.
+        """
+        on_device = False
+        with torch.no_grad():
+            for item in plan.items:
+                data = self._values(item.index)
+                pinned = data.device.type == "cuda"
+                buffer = self._buffers.get(item.index)
+                if buffer is None:
+                    buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
+                    self._buffers[item.index] = buffer
+                buffer.copy_(data, non_blocking=pinned)
+                on_device |= pinned
+        if on_device:
             torch.cuda.current_stream().synchronize()
-        self._state = {}
+        self._state, self._is_staged = {}, True
+
+    def free(self) -> None:
+        """Give the memory of `stage` back."""
+        self._buffers, self._is_staged = {}, False
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The values of a chunk: the staged ones, else a view of the tensor's."""
-        staged = self._staged.get(write_item.index)
-        if staged is not None:
-            return staged
-        name, place = self._local[write_item.index]
+        return (
+            self._buffers[write_item.index] if self._is_staged else self._values(write_item.index)
+        )
+
+    def _values(self, index: MetadataIndex) -> Tensor:
+        name, place = self._local[index]
         return block(local_of(self._state[name]), place)
 
 

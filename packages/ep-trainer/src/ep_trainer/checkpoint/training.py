@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -181,19 +183,15 @@ class CheckpointingTrainer(HookedTrainer):
         folder = Path(run) / f"checkpoint-{self.state.global_step}"
         options = self.checkpoint_options
         only_model = bool(self.args.save_only_model)
-        with self.checkpointer.preparing(folder) as new:
-            if options.save_hf or only_model or self.args.push_to_hub:
+        with_model = options.save_hf or only_model or bool(self.args.push_to_hub)
+        self.checkpointer.wait()
+        if with_model:
+            with self.checkpointer.preparing(folder) as new:
                 self.save_model(str(new), _internal_call=True)
-            elif self.checkpointer.is_first:
-                _compat.save_settings(self, str(new))
         self._note_best(folder)
-        with self.checkpointer.together("Collecting the state"):
-            if self.checkpointer.is_first:
-                self._write_small_files(new, only_model)
-            contents = self._contents(only_model)
         self.checkpointer.save(
             folder,
-            contents,
+            lambda: self._contents(only_model, settings=not with_model),
             self._manifest(),
             in_background=options.async_save and not self.args.push_to_hub,
             then=lambda: self._rotate(Path(run)),
@@ -202,15 +200,18 @@ class CheckpointingTrainer(HookedTrainer):
         if self.args.push_to_hub:
             _compat.push_checkpoint(self, str(folder))
 
-    def _contents(self, only_model: bool) -> Contents:
+    def _contents(self, only_model: bool, *, settings: bool) -> Contents:
         model = model_tensors(self._whole_model)
         expected = {"model": tensor_names(self._whole_model)}
+        first = self.checkpointer.is_first
+        prepared = self._small_files(only_model, settings) if first else None
         if only_model:
-            return Contents({"model": model}, expected=expected)
+            return Contents({"model": model}, prepared=prepared, expected=expected)
         optimizer = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
         return Contents(
             {"model": model, "optimizer": optimizer.tensors, "extra": self._extra_tensors()},
             told=optimizer.described(),
+            prepared=prepared,
             gathered=_write_descriptions,
             own_file=(self._random_file(), random_state()),
             expected=expected,
@@ -228,7 +229,7 @@ class CheckpointingTrainer(HookedTrainer):
             world_size=self.layout.world_size,
             sections=(),
             files={},
-            versions={name: version(name) for name in ("torch", "transformers", "ep-trainer")},
+            versions=_versions(),
         )
 
     def _note_best(self, folder: Path) -> None:
@@ -239,13 +240,24 @@ class CheckpointingTrainer(HookedTrainer):
         if path == folder or path.exists():
             self.state.best_model_checkpoint = str(path)
 
-    def _write_small_files(self, folder: Path, only_model: bool) -> None:
-        _compat.save_trainer_state(self, str(folder))
-        write_json(folder / _POSITION, self._position().to_dict())
-        torch.save(self._order(), folder / _ORDER)
-        if not only_model:
-            torch.save(scheduler_state(self.lr_scheduler), folder / _SCHEDULER)
-            write_json(folder / _EXTRA, self._extra_values())
+    def _small_files(self, only_model: bool, settings: bool) -> Callable[[Path], None]:
+        """What writes the files of this moment's state, later."""
+        state = _compat.trainer_state(self)
+        position, order = self._position().to_dict(), self._order()
+        scheduler = copy.deepcopy(scheduler_state(self.lr_scheduler))
+        extra = copy.deepcopy(self._extra_values())
+
+        def write(folder: Path) -> None:
+            if settings:  # which a run doesn't change
+                _compat.save_settings(self, str(folder))
+            _compat.save_trainer_state(state, str(folder))
+            write_json(folder / _POSITION, position)
+            torch.save(order, folder / _ORDER)
+            if not only_model:
+                torch.save(scheduler, folder / _SCHEDULER)
+                write_json(folder / _EXTRA, extra)
+
+        return write
 
     def _position(self) -> Position:
         epoch, samples = self._epoch, self._samples_done
@@ -427,6 +439,11 @@ class CheckpointingTrainer(HookedTrainer):
     def count_samples(self, micro_batches: int) -> None:
         """Note that a step's batches were taken."""
         self._samples_done += micro_batches * self._micro_batch
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "ep-trainer")}
 
 
 def _write_descriptions(folder: Path, told: list[Any]) -> None:
