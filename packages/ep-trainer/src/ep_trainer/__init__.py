@@ -5,12 +5,14 @@ from ep_trainer.bias_balancing import BiasBalancing
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
 from ep_trainer.chunked_loss import chunk_loss
 from ep_trainer.cross_entropy import chunked_cross_entropy
+from ep_trainer.failures import PeerError
 from ep_trainer.in_backward import StepInBackward
 from ep_trainer.meters import ExpertLoad, JsonLines, Memory, Meter, Speed
 from ep_trainer.muon import Muon
 from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
+from ep_trainer.watch import Watch
 from ep_trainer.with_layout import with_layout
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "Memory",
     "Meter",
     "Muon",
+    "PeerError",
     "PipelineRunner",
     "Speed",
     "StepInBackward",
+    "Watch",
     "WorldGradScaler",
     "chunk_loss",
     "chunked_cross_entropy",

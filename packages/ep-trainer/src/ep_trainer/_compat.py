@@ -25,6 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from ep_dispatch import keep_communicated
@@ -346,6 +347,12 @@ def save_trainer_state(state: TrainerState, folder: str) -> None:
     state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
 
 
+def last_checkpoint(run: str) -> str | None:
+    """The newest of transformers' own checkpoints in the directory of a run, which may not exist."""
+    found: str | None = get_last_checkpoint(run) if Path(run).is_dir() else None
+    return found
+
+
 def push_checkpoint(trainer: Trainer, folder: str) -> None:
     """Push a checkpoint as transformers does."""
     trainer._push_from_checkpoint(folder)
@@ -475,6 +482,7 @@ __all__ = [
     "in_backward",
     "is_traceable_wrapper_subclass",
     "is_view",
+    "last_checkpoint",
     "maybe_install_capturing_hooks",
     "new_low_bit_state",
     "prepared",

@@ -41,6 +41,7 @@ from ep_trainer.meters.base import Collector, Meter
 from ep_trainer.numerics import Numerics
 from ep_trainer.optim import split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
+from ep_trainer.watch import Watch, watched
 from ep_trainer.z_loss import RouterZLoss
 
 RealRows = tuple[int, int] | None
@@ -73,6 +74,8 @@ class EPTrainer(CheckpointingTrainer):
             `ep_trainer.chunk_loss`; None: those of the whole batch.
         router_z_loss_coef: the weight of ST-MoE's router z-loss, the mean over the tokens of a step,
             added up over the layers.
+        watch: how the ranks watch each other in `train`, so that one that fails stops all, see `Watch`;
+            True: with its defaults; False: they don't.
 
     Raises:
         ValueError: an argument that doesn't work with a sharded model, or a model that isn't
@@ -89,6 +92,7 @@ class EPTrainer(CheckpointingTrainer):
         optim_in_backward: bool = False,
         loss_chunk_tokens: int | None = None,
         router_z_loss_coef: float = 0.0,
+        watch: Watch | bool = True,
         **named: Any,
     ) -> None:
         self._numerics = Numerics(on_nonfinite, in_backward=optim_in_backward)
@@ -100,6 +104,7 @@ class EPTrainer(CheckpointingTrainer):
         self._real_rows: RealRows = None
         self._balancing: BalancingLoss | None = None
         self._init_checkpoints(checkpoint_options)
+        self._watch = (Watch() if watch else None) if isinstance(watch, bool) else watch
         self._runner: PipelineRunner | None = None
         self._items_in_step: Any = None
         self._z_loss: RouterZLoss | None = None
@@ -498,13 +503,31 @@ class EPTrainer(CheckpointingTrainer):
     # -- saving
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; `resume_from_checkpoint=True` goes on from the newest complete checkpoint."""
+        """Train.
+
+        Args:
+            resume_from_checkpoint: as with `transformers.Trainer`: a path, or True for the newest
+                complete checkpoint; `"auto"`: that one if there is any, else from the start.
+            *args: as with `transformers.Trainer`.
+            **kwargs: as with `transformers.Trainer`.
+
+        Raises:
+            PeerError: another rank failed; it is named.
+        """
         if not self.is_sharded:
+            if resume_from_checkpoint == "auto":
+                resume_from_checkpoint = _compat.last_checkpoint(str(self.args.output_dir))
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self._collect.check(self._meters)
-        with self.checkpointed_run():
+        with self.checkpointed_run(), watched(self._watch, self.checkpointer.join) as dog:
             checkpoint = self.found_checkpoint(resume_from_checkpoint)
-            return super().train(checkpoint, *args, **kwargs)
+            if dog is None:
+                return super().train(checkpoint, *args, **kwargs)
+            self.add_callback(dog)
+            try:
+                return super().train(checkpoint, *args, **kwargs)
+            finally:
+                self.remove_callback(dog)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary checkpoint that plain transformers loads. Every rank must call it."""

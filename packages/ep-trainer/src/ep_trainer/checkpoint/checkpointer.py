@@ -218,6 +218,12 @@ class Checkpointer:
         if job.error is not None:
             raise job.error
 
+    def join(self, timeout: float) -> None:
+        """Let the save in the background end, if it does so in time; from any thread."""
+        job = self._job
+        if job is not None and job.thread is not None:
+            job.thread.join(timeout)
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Run the body on every rank; if it raises on one, raise on all."""

@@ -2,6 +2,7 @@
 
 Everything goes by parameter name, since groups differ between layouts (`ep_trainer.optim` splits
 them by mesh): an optimizer's moments and its options, and the scheduler's values per group.
+Moments in few bits are in a checkpoint as float32 (`ep_trainer.low_bit`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from ep_plans import parallel_state
 from ep_trainer.checkpoint.errors import CheckpointError
+from ep_trainer.low_bit import narrowed, widened
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed: the resuming run's own hold."""
@@ -108,7 +110,7 @@ def optimizer_state(
                 if isinstance(value, Tensor):
                     full = f"{name}.{key}"
                     found.keys[name][key] = {"tensor": full}
-                    found.tensors[full] = _like_parameter(full, value, parameter)
+                    found.tensors[full] = _like_parameter(full, widened(value), parameter)
                 else:
                     found.keys[name][key] = {"value": _encoded(f"{name}.{key}", value)}
     return found
@@ -170,7 +172,12 @@ def optimizer_targets(
         optimizer.state.clear()
         for parameter, state in states:
             if state:
-                optimizer.state[parameter] = state
+                optimizer.state[parameter] = {
+                    key: narrowed(optimizer, parameter, key, value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in state.items()
+                }
         for group, saved in groups:
             for name, value in saved.items():
                 if not name.startswith(_SCHEDULER):

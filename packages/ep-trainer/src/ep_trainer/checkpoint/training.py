@@ -48,6 +48,7 @@ from ep_trainer.checkpoint.state import (
 logger = logging.getLogger(__name__)
 
 _SCHEDULER, _POSITION, _ORDER, _EXTRA = "scheduler.pt", "position.json", "order.pt", "extra.json"
+_SCALER = "scaler"
 _AFTER_AN_ERROR_S = 60.0
 
 
@@ -102,10 +103,11 @@ class CheckpointingTrainer(HookedTrainer):
         Raises:
             ValueError: the name is taken, or can't be one.
         """
-        if name in self._registered or "/" in name or not name:
+        taken = {_SCALER, *self._registered}
+        if name in taken or "/" in name or not name:
             raise ValueError(
                 f"register_for_checkpoint({name!r}): names are not empty, hold no slash and are "
-                f"given once; registered are {sorted(self._registered)}."
+                f"given once; taken are {sorted(taken)}."
             )
         self._registered[name] = thing
 
@@ -144,16 +146,18 @@ class CheckpointingTrainer(HookedTrainer):
         self.checkpointer.wait()
 
     def found_checkpoint(self, resume_from_checkpoint: Any) -> str | None:
-        """The checkpoint to resume from; True is the newest complete one.
+        """The checkpoint to resume from; True is the newest complete one, "auto" that or none.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, but it must be.
         """
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
-        if resume_from_checkpoint is not True:
+        if resume_from_checkpoint not in (True, "auto"):
             return str(resume_from_checkpoint)
         newest = self.checkpointer.newest(Path(str(self.args.output_dir)))
+        if newest is None and resume_from_checkpoint == "auto":
+            return None
         if newest is None:
             raise CheckpointError(
                 f"resume_from_checkpoint=True, but {self.args.output_dir} holds no complete "
@@ -296,10 +300,16 @@ class CheckpointingTrainer(HookedTrainer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         return f"random/rank-{rank:05d}.pt"
 
+    @property
+    def _extra(self) -> dict[str, Checkpointed]:
+        """What is registered, and float16's scaler."""
+        scaler = self.accelerator.scaler
+        return self._registered | ({} if scaler is None else {_SCALER: scaler})
+
     def _extra_tensors(self) -> dict[str, Tensor]:
         return {
             f"{name}/{key}": value
-            for name, thing in self._registered.items()
+            for name, thing in self._extra.items()
             for key, value in thing.state_dict().items()
             if isinstance(value, Tensor)
         }
@@ -307,7 +317,7 @@ class CheckpointingTrainer(HookedTrainer):
     def _extra_values(self) -> dict[str, Any]:
         return {
             name: {k: v for k, v in thing.state_dict().items() if not isinstance(v, Tensor)}
-            for name, thing in self._registered.items()
+            for name, thing in self._extra.items()
         }
 
     def _rotate(self, run: Path) -> None:
@@ -379,7 +389,7 @@ class CheckpointingTrainer(HookedTrainer):
         apply()
         if not self.args.ignore_data_skip:
             self._resumed_generators = torch.load(folder / _ORDER, weights_only=True)
-        for name, thing in self._registered.items():
+        for name, thing in self._extra.items():
             if name in values:
                 own = {
                     key.partition("/")[2]: value
@@ -390,9 +400,9 @@ class CheckpointingTrainer(HookedTrainer):
 
     def _extra_targets(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         values: dict[str, Any] = read_json(folder / _EXTRA)
-        for name in sorted(set(values) ^ set(self._registered)):
+        for name in sorted(set(values) ^ set(self._extra)):
             where = "the run" if name in values else str(folder)
-            logger.warning("%r is not registered in %s: it is left as it is", name, where)
+            logger.warning("%r is not in %s: it is left as it is", name, where)
         tensors = {
             key: torch.empty_like(tensor, requires_grad=False)
             for key, tensor in self._extra_tensors().items()
