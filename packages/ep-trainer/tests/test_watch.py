@@ -30,7 +30,7 @@ class Ranks:
     def start(self, size: int, **changes: Any) -> list[Watchdog]:
         watch = Watch(**QUICK | changes)
         for rank in range(size):
-            end: Callable[[int], None] = lambda code, rank=rank: self.ended.update({rank: code})  # noqa: E731
+            end: Callable[[int], None] = lambda code, rank=rank: self.ended.update({rank: code})
             self.dogs.append(Watchdog(watch, self.store, rank, size, end=end))
         for dog in self.dogs:
             dog.start()

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from ep_mesh.world import gathered
 from ep_plans import around_forward, local_parameters, parallel_state
 from ep_trainer._compat import causal_lm_loss
 from ep_trainer.cross_entropy import chunked_cross_entropy
 from ep_trainer.data import IGNORED
-from ep_trainer.meters.base import gathered
 
 
 def chunk_loss(model: nn.Module, chunk_tokens: int = 1024, *, label_smoothing: float = 0.0) -> None:
