@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedConfig
 
 from ep_mesh import DistributedConfig, Layout
 from ep_plans import ParameterSharding, Plans, num_experts_of, resolve_plans
@@ -22,12 +25,20 @@ from ep_plans.patterns import rule_for, wildcard
 from ep_plans.stages import plan_stages
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
-from expert_parallel.cli.console import console, tells_errors
+from expert_parallel.cli.console import console, one_line, tells_errors
+from expert_parallel.cli.layouts import bytes_of, show_found
+from expert_parallel.cli.layouts_page import page_of
 from expert_parallel.cli.models import build_on_meta, read_config
 from expert_parallel.cli.stages import Held, heaviest_part, show_stages, stage_traffic
 from expert_parallel.cli.traffic import Traffic, step_traffic
+from expert_parallel.estimate import DEVICES, search
+from expert_parallel.estimate import estimate as estimate_step
+from expert_parallel.estimate.devices import GIB, device_of
+from expert_parallel.estimate.search import exactly
 
 _MOST_BLOCKS = 8  # of ranks in the picture
+_VERIFIED = 3  # choices that --exact simulates whole
+_SEARCH = "Search"
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -292,6 +303,94 @@ def _span(held: tuple[int, int]) -> str:
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
+def show_estimate(
+    out: Console,
+    model: PreTrainedConfig,
+    config: DistributedConfig,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    batch_size: int,
+    sequence_length: int,
+) -> None:
+    """Print the estimated peak and rate of a training step, with and without gradient checkpointing."""
+    for checkpointing in (True, False):
+        how = "with gradient checkpointing" if checkpointing else "without"
+        try:
+            found = estimate_step(
+                model,
+                config,
+                sequence_length=sequence_length,
+                micro_batch=batch_size,
+                gradient_checkpointing=checkpointing,
+                dtype=dtype,
+                device=device,
+                sampled=True,
+            )
+        except Exception as error:  # noqa: BLE001 - a model's forward may do anything
+            out.print(f"\nNo step is estimated: {one_line(error)}", markup=False, soft_wrap=True)
+            return
+        out.print(
+            f"{'' if not checkpointing else chr(10)}Estimated on {device}, {how}: peak "
+            f"{found.peak.bytes / GIB:.1f} GiB in {found.peak.phase}, "
+            f"{found.unique_tokens_per_second_per_device:,.0f} tokens/s/GPU "
+            f"({found.tokens_per_second_per_device:,.0f} counted as each rank's own), limited by "
+            f"{found.time.bottleneck}.",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def show_search(
+    out: Console,
+    model: str,
+    gpus: int,
+    *,
+    memory: str | None,
+    device: str,
+    dtype: torch.dtype,
+    batch_size: int,
+    sequence_length: int,
+    html: Path | None,
+    exact: bool,
+    most: int,
+) -> None:
+    """Print every layout that fits, and write the page."""
+    size = bytes_of(memory) if memory is not None else device_of(device).memory_bytes
+    if html is not None and not html.resolve().parent.is_dir():
+        raise ValueError(f"--html: there is no folder {html.resolve().parent}.")
+    given = read_config(model)
+    built = build_on_meta(copy.deepcopy(given))
+    found = search(
+        given,
+        gpus,
+        sequence_length=sequence_length,
+        micro_batch=batch_size,
+        memory_bytes=size,
+        dtype=dtype,
+        device=device,
+    )
+    if exact:
+        first = [exactly(choice, given) for choice in found.choices[:_VERIFIED]]
+        found = replace(found, choices=(*first, *found.choices[_VERIFIED:]))
+    experts = experts_per_layer(built, DistributedConfig())
+    kind = type(built).__name__
+    title = f"{kind} on {gpus} x {device}"
+    told = f"{experts} experts a layer" if experts else "no experts"
+    conditions = (
+        f"{told}, {batch_size} x {sequence_length} tokens a data shard, {str(dtype).removeprefix('torch.')} "
+        "parameters, gradients and AdamW states."
+    )
+    out.print(f"{title}: {conditions}\n", markup=False, soft_wrap=True)
+    show_found(out, found, most=most)
+    if html is not None:
+        text = page_of(found, title=title, conditions=conditions, experts=experts, most=most)
+        html.write_text(text, encoding="utf-8")
+        out.print(f"\nWritten: {html}", markup=False, soft_wrap=True)
+    if not found.choices:
+        raise typer.Exit(1)
+
+
 @tells_errors
 def plan(
     model: Annotated[
@@ -314,11 +413,40 @@ def plan(
         "bfloat16"
     ),
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a data shard.")] = 1,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", "--seq", min=1, help="Tokens of a sample.")
+    ] = 2048,
+    device: Annotated[
+        str, typer.Option(help=f"Whose times are estimated: {', '.join(DEVICES)}.")
+    ] = "h100",
+    estimate: Annotated[bool, typer.Option(help="Estimate a step's peak and rate.")] = True,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Find the layouts for so many.", rich_help_panel=_SEARCH),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a GPU, such as 80GiB; default: the device's.", rich_help_panel=_SEARCH
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="How many layouts to show.", rich_help_panel=_SEARCH)
+    ] = 10,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with pictures.", rich_help_panel=_SEARCH)
+    ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Simulate all layers of the first three.", rich_help_panel=_SEARCH
+        ),
+    ] = False,
 ) -> None:
     """Show who holds and sends what: the picture, the plan, memory and traffic, broken rules.
 
-    Needs no GPU, no processes and no weights. Exit code 1 if a rule is broken.
+    With --gpus: every layout that fits, the fastest first. Needs no GPU, no processes and no weights.
+    Exit code 1 if a rule is broken or no layout fits.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
@@ -333,6 +461,29 @@ def plan(
         ep_implementation=ep_implementation,
     )
     out = console()
+    elements: torch.dtype = getattr(torch, dtype)
+    if gpus is not None:
+        if fields or processes is not None:
+            given = ", ".join([*fields, *(["--nproc"] if processes is not None else [])])
+            raise ValueError(
+                f"--gpus finds the layout itself, but {given} says one: leave one out."
+            )
+        show_search(
+            out,
+            model,
+            gpus,
+            memory=memory,
+            device=device,
+            dtype=elements,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            html=html,
+            exact=exact,
+            most=top,
+        )
+        return
+    if memory is not None or html is not None or exact:
+        raise ValueError("--memory, --html and --exact belong to a search: add --gpus.")
     with torch.no_grad():
         built = build_on_meta(read_config(model))
     with options.world_of(processes):
@@ -350,6 +501,16 @@ def plan(
             batch_size=batch_size,
             sequence_length=sequence_length,
         )
+        if estimate:
+            show_estimate(
+                out,
+                read_config(model),
+                config,
+                device=device,
+                dtype=elements,
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+            )
         return
     for rule in broken:
         out.print(f"[bold red]broken rule:[/] {escape(rule)}", soft_wrap=True)

@@ -59,6 +59,7 @@ class Memory:
     place: str = ""
     by_kind: Counter[str] = field(default_factory=Counter)
     peaks: dict[str, Peak] = field(default_factory=dict)
+    places: dict[tuple[str, str], Peak] = field(default_factory=dict)
     _live: dict[int, _Live] = field(default_factory=dict)
 
     def add(self, storage: torch.UntypedStorage, kind: Kind) -> None:
@@ -120,9 +121,13 @@ class Memory:
             self._look()
 
     def _look(self) -> None:
-        peak = self.peaks.get(self.phase)
-        if peak is None or self.total > peak.total:
-            self.peaks[self.phase] = Peak(self.total, dict(self.by_kind), self.phase, self.place)
+        key = self.phase, self.place
+        here = self.places.get(key)
+        if here is None or self.total > here.total:
+            here = self.places[key] = Peak(self.total, dict(self.by_kind), *key)
+            peak = self.peaks.get(self.phase)
+            if peak is None or here.total > peak.total:
+                self.peaks[self.phase] = here
 
     def _freed(self, key: int) -> None:
         live = self._live.pop(key)

@@ -29,7 +29,8 @@ class MemoryPeak:
         by_kind: parameters, gradients, optimizer_states, activations, gathered_buffers,
             exchange_buffers, temporaries.
         phase: forward, backward, clip or optimizer.
-        place: the module that ran, in backward the last whose forward was run again.
+        place: the module that ran, in backward the layer that it has come back to, or a part
+            of it that runs again.
     """
 
     bytes: int
@@ -142,7 +143,8 @@ class Estimate:
         return dataclasses.asdict(self)
 
 
-_NOT_COUNTED = 2 * GIB
+NOT_COUNTED = 2 * GIB
+"""What is kept free for what the estimate does not count."""
 
 
 def estimate_of(setting: Setting, step: Step) -> Estimate:
@@ -184,7 +186,7 @@ def estimate_of(setting: Setting, step: Step) -> Estimate:
         memory={kind: step.steady.get(kind, 0) for kind in KINDS[:3]},
         peak=MemoryPeak.of(peak),
         phases={name: MemoryPeak.of(one) for name, one in step.peaks.items()},
-        fits=peak.total + _NOT_COUNTED <= device.memory_bytes,
+        fits=peak.total + NOT_COUNTED <= device.memory_bytes,
         traffic=tuple(
             Traffic(axis, kind, step.calls[axis, kind], sent)
             for (axis, kind), sent in sorted(step.sent.items())

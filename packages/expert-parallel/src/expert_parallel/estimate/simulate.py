@@ -23,6 +23,7 @@ from expert_parallel.parallel import shard_model
 from ._compat import FakeTensorMode, start_fake_group, without_tracing
 from .cuda_paths import cuda_paths
 from .devices import Device
+from .layers import keep_layers
 from .memory import Peak
 from .routes import Routes
 from .routing import RoutingModel
@@ -32,7 +33,7 @@ from .tracker import Tracker
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is simulated. The fields are those of `estimate`."""
+    """What is simulated. The fields are those of `estimate`; `layers`: those that are kept; None: all."""
 
     model: PreTrainedConfig
     config: DistributedConfig
@@ -47,6 +48,8 @@ class Setting:
     ep_options: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
     cuda: bool = True
+    layers: tuple[int, ...] | None = None
+    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Step:
     Attributes:
         steady: bytes of each kind between steps.
         peaks: of each phase.
+        places: of each phase and place in it.
         parameters, local_parameters: numbers of elements, of the model and on this rank.
         sent: bytes that this rank sends, by axis and kind of collective.
         calls: how many there are.
@@ -68,6 +72,7 @@ class Step:
 
     steady: dict[str, int]
     peaks: dict[str, Peak]
+    places: dict[tuple[str, str], Peak]
     parameters: int
     local_parameters: int
     sent: dict[tuple[str, str], int]
@@ -91,6 +96,8 @@ def simulate(setting: Setting) -> Step:
     config.dtype = setting.dtype
     model = build_on_meta(config)
     parameters = sum(p.numel() for p in model.parameters())
+    if setting.layers is not None:
+        keep_layers(model, setting.layers)
     with fake_world(setting.config, setting.rank) as mesh:
         shard_model(
             model,
@@ -174,6 +181,7 @@ def run_step(model: nn.Module, tracker: Tracker, setting: Setting, parameters: i
     return Step(
         steady=steady,
         peaks=dict(memory.peaks),
+        places=dict(memory.places),
         parameters=parameters,
         local_parameters=local,
         sent=dict(tracker.sent),

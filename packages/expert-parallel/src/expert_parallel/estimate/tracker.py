@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Tracker(TorchDispatchMode):
             counter.clear()
         self.host_reads = 0
         self.memory.peaks.clear()
+        self.memory.places.clear()
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
@@ -86,8 +88,13 @@ class Tracker(TorchDispatchMode):
             if name:
                 self.memory.place = name
 
-        def leave(*_: Any) -> None:
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
             self._forward -= 1
+            name = names.get(id(module), "")
+            if name.rpartition(".")[2].isdecimal():  # a layer: backward comes back to it
+                for tensor in tensors_of(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._reached, name))
 
         with ExitStack() as stack:
             for handle in (
@@ -235,6 +242,9 @@ class Tracker(TorchDispatchMode):
         if self.memory.phase in ("forward", "backward") and (self._forward or not in_backward()):
             return "activations"
         return "temporaries"
+
+    def _reached(self, name: str, _: Tensor) -> None:
+        self.memory.place = name
 
     def _reduced(self, gradient: Tensor) -> None:
         self.memory.set_kind(gradient, "gradients")
