@@ -99,14 +99,8 @@ class Muon(Optimizer):
             for name in hidden_matrices(model)
             if not any(name == given or name.startswith(f"{given}.") for given in adam)
         }
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        kinds: dict[str, list[tuple[str, nn.Parameter]]] = {"muon": [], "adam": [], "plain": []}
-        for name, parameter in trained:
-            decays = parameter.ndim > 1 and not name.endswith("bias")
-            kind = "muon" if name in matrices else "adam" if decays else "plain"
-            kinds[kind].append((name, parameter))
         common = {"lr": lr, "weight_decay": weight_decay}
-        muon = {
+        muon_options = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
@@ -115,17 +109,7 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         adam_options = {"betas": betas, "eps": adam_eps}
-        options: dict[str, dict[str, Any]] = {
-            "muon": {**common, **muon, "is_muon": True},
-            "adam": {**common, **adam_options, "is_muon": False},
-            "plain": {**common, **adam_options, "weight_decay": 0.0, "is_muon": False},
-        }
-        groups = [
-            {**options[kind], "params": [p for _, p in named]}
-            for kind, named in kinds.items()
-            if named
-        ]
-        super().__init__(groups, {})
+        super().__init__(_groups(model, matrices, common | muon_options, common | adam_options), {})
         split_by_mesh(self)
 
     @torch.no_grad()
@@ -193,6 +177,27 @@ class Muon(Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _groups(
+    model: nn.Module, matrices: Collection[str], muon: dict[str, Any], adam: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The groups of the parameters that train: Muon's, AdamW's, and AdamW's without weight decay."""
+    kinds: list[list[nn.Parameter]] = [[], [], []]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim > 1 and not name.endswith("bias")
+            kinds[0 if name in matrices else 1 if decays else 2].append(parameter)
+    options = (
+        {**muon, "is_muon": True},
+        {**adam, "is_muon": False},
+        {**adam, "weight_decay": 0.0, "is_muon": False},
+    )
+    return [
+        {**own, "params": parameters}
+        for own, parameters in zip(options, kinds, strict=True)
+        if parameters
+    ]
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
