@@ -132,10 +132,7 @@ def test_no_tensor_of_a_step_has_the_size_of_the_logits() -> None:
         with Largest() as largest:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append(largest.elements)
-    assert found == [
-        tokens * vocab,
-        vocab * model.config.hidden_size,
-    ]  # then it is the head's weight
+    assert found == [tokens * vocab, vocab * model.config.hidden_size], "then the head's weight"
 
 
 def train(rank: int, folder: str, chunk: int | None) -> Any:

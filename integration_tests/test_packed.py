@@ -122,9 +122,7 @@ class Uneven(Sentences):
 def train(rank: int, folder: str, sizes: dict[str, Any] | None) -> tuple[list[float], list[int]]:
     changes: dict[str, Any] = {"max_steps": 5, "include_num_input_tokens_seen": "all"}
     collate = DataCollatorWithFlattening()
-    train_data = Uneven(
-        21
-    )  # in the second step of an epoch, one sample of a filled-up batch is new
+    train_data = Uneven(21)  # the second step of an epoch fills up a batch with one new sample
     if sizes is None:
         args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **changes)
         trainer = transformers.Trainer(build(), args, collate, train_data)

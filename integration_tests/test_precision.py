@@ -22,9 +22,8 @@ from numerics import (
     world_of,
 )
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ep_plans import clip_grad_norm_, no_sync, parallel_state
+from ep_plans import clip_grad_norm_, local, no_sync, parallel_state
 from ep_testing import RankPool
 from ep_trainer import StepInBackward, WorldGradScaler
 from ep_trainer.optim import split_by_mesh
@@ -115,8 +114,7 @@ def scaled_steps(rank: int, sizes: dict[str, Any], overflows: int) -> tuple[Any,
         scaler.scale(loss).backward()
         if step == 1 and rank == overflows:
             grad = next(p.grad for at, p in model.named_parameters() if "experts" in at)
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.view(-1)[0] = torch.inf
+            local(grad).view(-1)[0] = torch.inf
         norms.append(float(scaler.unscale_(optimizer)))
         before = [local_sum(p) for p in model.parameters()]
         scaler.step(optimizer)
@@ -131,8 +129,7 @@ def scaled_steps(rank: int, sizes: dict[str, Any], overflows: int) -> tuple[Any,
 
 
 def local_sum(parameter: Tensor) -> float:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return float(local.detach().double().sum())
+    return float(local(parameter).detach().double().sum())
 
 
 def test_ranks_skip_an_overflowing_step_together(ranks: RankPool) -> None:
@@ -162,7 +159,7 @@ def in_backward(rank: int, sizes: dict[str, Any]) -> tuple[float, Any, int, int]
             def watch(_: Tensor, model: nn.Module = model) -> None:
                 nonlocal peak
                 held = [p.grad for p in model.parameters() if p.grad is not None]
-                peak = max(peak, sum(bytes_of(grad) for grad in held))
+                peak = max(peak, sum(local(grad).nbytes for grad in held))
 
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(watch)
@@ -177,17 +174,13 @@ def in_backward(rank: int, sizes: dict[str, Any]) -> tuple[float, Any, int, int]
                     optimizer.zero_grad()
         found.append(parameters(model))
         peaks.append(peak)
-    differ = max(bytes_differ(a, found[1][at]) for at, a in found[0].items())
+    differ = max(largest_difference(a, found[1][at]) for at, a in found[0].items())
     return differ, norms, *peaks
 
 
-def bytes_of(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
-def bytes_differ(a: Tensor, b: Tensor) -> float:
-    pair = [t.to_local() if isinstance(t, DTensor) else t for t in (a, b)]
-    return float((pair[0] - pair[1]).abs().amax()) if pair[0].numel() else 0.0
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    difference = (local(a) - local(b)).abs()
+    return float(difference.amax()) if difference.numel() else 0.0
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=name)

@@ -33,9 +33,7 @@ LAYOUTS: list[dict[str, Any]] = [{"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, S
 def test_the_z_loss_is_the_mean_over_the_tokens_of_a_step() -> None:
     samples = Sentences(4)
     rows = [samples[index] for index in range(4)]
-    rows[3]["labels"] = torch.full_like(
-        rows[3]["labels"], -100
-    )  # as of a row that fills up a batch
+    rows[3]["labels"] = torch.full_like(rows[3]["labels"], -100)  # it fills up a batch
     batches = [
         {key: torch.stack([row[key] for row in half]) for key in rows[0]}
         for half in (rows[:2], rows[2:])

@@ -13,9 +13,9 @@ import torch
 from dispatching import dispatching
 from test_trainer import FOUR, GLOBAL_BATCH, Curve, arguments, build, check_same, curve, data
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ep_mesh import DistributedConfig
+from ep_plans import local
 from ep_testing import RankPool
 from ep_trainer import EPTrainer, Muon, WorldGradScaler
 from ep_trainer.low_bit import is_low_bit, low_bit_parameters, narrowed, widened
@@ -31,10 +31,6 @@ def trainer_of(
     model = parallelize(build(), config) if model is None else model
     few = {"max_steps": 3, **changes}
     return EPTrainer(model, arguments(folder, GLOBAL_BATCH // 2, **few), **data(), **options)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parts(model: nn.Module) -> list[Tensor]:

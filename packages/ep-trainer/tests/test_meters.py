@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 
 from ep_mesh import DistributedConfig, ParallelMesh
-from ep_plans import parallelize
+from ep_plans import local, parallelize
 from ep_testing import RankPool
 from ep_trainer import EPTrainer, ExpertLoad, JsonLines, Memory, Meter, Speed
 from ep_trainer.meters import heatmap, speed
@@ -237,13 +236,13 @@ def test_ids_that_mean_no_expert_count_nowhere() -> None:
     assert counts.tolist() == [1, 0, 1, 2]
     assert sent is not None
     assert sent.item() == 2 * 4 * 4, "two tokens, four passes of one float32"
-    local = Routes(layer_of(4, first=2, masked=2))
-    local.add(None, torch.tensor([[0, 2], [1, 1]]))
-    counts, sent = local.take()
+    masked = Routes(layer_of(4, first=2, masked=2))
+    masked.add(None, torch.tensor([[0, 2], [1, 1]]))
+    counts, sent = masked.take()
     assert counts is not None
     assert counts.tolist() == [0, 0, 1, 2]
     assert sent is None
-    assert local.take() == (None, None)
+    assert masked.take() == (None, None)
 
 
 def stages(rank: int) -> Any:
@@ -348,8 +347,7 @@ def warned(rank: int, folder: str, skewed: bool) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 here = parameter.data
-                local = here.to_local() if isinstance(here, DTensor) else here
-                local.zero_()  # ties, which the first experts win
+                local(here).zero_()  # ties, which the first experts win
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer = trainer_of(folder, model, [load], max_steps=2)
@@ -430,7 +428,7 @@ def pace(rank: int, folder: str) -> Any:
     memory_hook = memory.on_optimizer_step
 
     def look(*args: Any, **kwargs: Any) -> None:
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        parts = [local(p) for p in model.parameters()]
         held[:] = [sum(part.numel() for part in parts) * 4 / 1e9]
         memory_hook(*args, **kwargs)
 

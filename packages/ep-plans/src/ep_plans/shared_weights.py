@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ep_mesh import ParallelMesh
 from ep_mesh.world import gathered
 from ep_plans.gradients import set_holders
+from ep_plans.styles.base import local
 
 
 class SharedWeights:
@@ -57,13 +57,13 @@ class SharedWeights:
                 parameter.grad.add_(earlier)
 
     def _exchange(self, grad: Tensor, other: int) -> None:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        received = torch.empty_like(local)
-        sent = local.contiguous()
+        here = local(grad)
+        received = torch.empty_like(here)
+        sent = here.contiguous()
         messages = [
             dist.P2POp(dist.isend, sent, other, self.group),
             dist.P2POp(dist.irecv, received, other, self.group),
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        local.add_(received)
+        here.add_(received)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ep_mesh.world import gathered as told_by_all
 from ep_mesh.world import own_rank
-from ep_plans import parallel_state
+from ep_plans import local, parallel_state
 from ep_plans.boxes import Box, intersection, lengths, numel, pieces, positions, whole_box
 from ep_plans.shards import holders
 from expert_parallel.lazy import LazyTensor, Node, block
@@ -65,8 +65,8 @@ class GatheredTensor(Node):
                 else:
                     received = torch.empty(lengths(part), dtype=self.dtype, device=self.device)
                     dist.recv(_as_bytes(received), src=rank)
-                for place, local in pieces(positions(part, box)):
-                    block(out, place).copy_(block(received, local))
+                for place, inside in pieces(positions(part, box)):
+                    block(out, place).copy_(block(received, inside))
             elif self.rank == rank:
                 assert self.local is not None
                 sent = _taken(self.local, positions(part, held)).contiguous()
@@ -107,8 +107,8 @@ def held_parts(tensor: torch.Tensor, leader: int) -> Held:
 
 
 def _node(tensor: torch.Tensor, held: Held) -> GatheredTensor:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    return GatheredTensor(held, local, local.device)
+    here = local(tensor).detach()
+    return GatheredTensor(held, here, here.device)
 
 
 def _one_holder_each(boxes: dict[int, Box], leader: int) -> dict[int, Box]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import ep_plans
@@ -95,10 +94,10 @@ def _leave_meta(
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                held = ep_plans.local(parameter)
                 home = home_of(parameter, device, offload=offload)
                 made[parameter] = replacement(
-                    parameter, torch.empty(local.shape, dtype=local.dtype, device=home)
+                    parameter, torch.empty(held.shape, dtype=held.dtype, device=home)
                 )
             setattr(module, name, made[parameter])
         for name, buffer in module.named_buffers(recurse=False):
@@ -151,8 +150,7 @@ def _initialize_module(owner: nn.Module, module: nn.Module) -> list[nn.Parameter
         for name, parameter in missing.items():
             drawn = kind._parameters[name]
             assert drawn is not None
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            Constant(drawn).read(box_of(parameter), local.detach())
+            Constant(drawn).read(box_of(parameter), ep_plans.local(parameter).detach())
     finally:
         if kind is module:
             module._parameters.update(missing)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ep_mesh.world import world_size
+from ep_plans import local
 from ep_trainer.meters.base import Meter, own_place
 
 _KINDS = ("peak", "parameters", "gradients", "optimizer")
@@ -100,7 +100,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     device = _measured_device()
     found: dict[int, int] = {}
     for tensor in tensors:
-        here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        here = local(tensor)
         if here.device.type == device and here.numel():
             storage = here.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
