@@ -78,18 +78,10 @@ def find_parts(model: nn.Module) -> StageParts:
     for layer in layers:
         if _returns_tuple(layer):
             raise refuse(f"{type(layer).__name__} hands on more than the hidden states.")
-    first: list[str] = []
-    last: list[str] = []
-    for child, module in owner.named_children():
-        if child == lists[0] or next(module.parameters(), None) is None:
-            continue
-        before, after = loop.uses(child)
-        if before == after:
-            raise refuse(
-                f"{type(owner).__name__}.{child} is used both before and after the layers, or in "
-                "their loop."
-            )
-        (first if before else last).append(f"{prefix}{child}")
+    around = _around(owner, loop, lists[0], prefix)
+    if isinstance(around, str):
+        raise refuse(around)
+    first, last = around
     if head is not None and head in names:
         last.append(names[head])
     known = (f"{prefix}{lists[0]}", *first, *last)
@@ -133,6 +125,25 @@ class _Loop:
         inside = any(self.loop.lineno <= line <= end for line in lines)
         before = inside or any(line < self.loop.lineno for line in lines)
         return before, inside or any(line > end for line in lines)
+
+
+def _around(
+    owner: nn.Module, loop: _Loop, layers: str, prefix: str
+) -> tuple[list[str], list[str]] | str:
+    """What has parameters and runs before the layers, and after them; or why that can't be told."""
+    first: list[str] = []
+    last: list[str] = []
+    for child, module in owner.named_children():
+        if child == layers or next(module.parameters(), None) is None:
+            continue
+        before, after = loop.uses(child)
+        if before == after:
+            return (
+                f"{type(owner).__name__}.{child} is used both before and after the layers, or in "
+                "their loop."
+            )
+        (first if before else last).append(f"{prefix}{child}")
+    return first, last
 
 
 def _source(forward: Callable[..., Any]) -> ast.AST | None:
