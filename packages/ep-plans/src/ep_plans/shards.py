@@ -13,7 +13,11 @@ from ep_plans.sharding import DATA_AXES, dim_and_packs
 
 
 def box_of(tensor: torch.Tensor) -> Box:
-    """The box that this rank holds; all of a tensor that is no DTensor."""
+    """The box that this rank holds; all of a tensor that is no DTensor.
+
+    Raises:
+        ValueError: the rank holds another shape than the placements say.
+    """
     if not isinstance(tensor, DTensor):
         return whole_box(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -105,7 +105,11 @@ class Numerics:
             )
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Step in backward, if asked to."""
+        """Step in backward, if asked to.
+
+        Raises:
+            ValueError: the optimizer is `Muon`.
+        """
         if not self.in_backward:
             return
         if isinstance(optimizer, Muon):

@@ -80,7 +80,11 @@ class WorldGradScaler:
         return norm
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, if no rank's gradients overflowed. Unscales if nobody did."""
+        """Step the optimizer, if no rank's gradients overflowed. Unscales if nobody did.
+
+        Raises:
+            RuntimeError: called twice for a step.
+        """
         if id(optimizer) in self._overflowed:
             raise RuntimeError("step() was called already since the last update().")
         if id(optimizer) not in self._norms:
@@ -90,7 +94,11 @@ class WorldGradScaler:
         return None if overflowed else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | None = None) -> None:
-        """Let the scale fall after an overflow, rise after enough steps without; or set it."""
+        """Let the scale fall after an overflow, rise after enough steps without; or set it.
+
+        Raises:
+            RuntimeError: nothing was stepped.
+        """
         if new_scale is not None:
             self._scale = float(new_scale)
         elif not self._overflowed:
@@ -125,7 +133,11 @@ class WorldGradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Go on from a state of this scaler or of torch's."""
+        """Go on from a state of this scaler or of torch's.
+
+        Raises:
+            ValueError: the state is that of a run without fp16.
+        """
         if not state_dict:
             raise ValueError("the scaler's state is empty: it was saved by a run without fp16.")
         self._scale = float(state_dict["scale"])

@@ -61,7 +61,11 @@ class RouterZLoss:
         return see
 
     def count(self, batches: list[Any], device: torch.device) -> Tensor:
-        """The tokens of a step, float32 [], over all data shards. One all-reduce of a number."""
+        """The tokens of a step, float32 [], over all data shards. One all-reduce of a number.
+
+        Raises:
+            ValueError: a batch has neither ids nor labels to tell its tokens.
+        """
         masks = [tokens_of(batch) for batch in batches]
         if any(mask is None for mask in masks):
             raise ValueError(
