@@ -149,6 +149,8 @@ def test_the_bias_moves_against_the_load() -> None:
 
 
 def test_the_bias_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    rules = ("sign", "proportional")
+    alone = {rule: train_with_bias(0, str(tmp_path), None, rule=rule) for rule in rules}
     for rule, sizes, changes in (
         ("sign", LAYOUTS[0], {CHECKPOINTING: True}),
         (
@@ -158,7 +160,7 @@ def test_the_bias_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> Non
         ),
         ("sign", {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}, {}),
     ):
-        losses, expected = train_with_bias(0, str(tmp_path), None, rule=rule)
+        losses, expected = alone[rule]
         found = ranks.run(
             train_with_bias_on_ranks,
             str(tmp_path),
@@ -175,9 +177,7 @@ def test_the_bias_is_that_of_one_process(ranks: RankPool, tmp_path: Path) -> Non
             )
         assert expected[0].abs().max() > 1e-3
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(
-        biases(saved), train_with_bias(0, str(tmp_path), None, rule="proportional")[1]
-    )
+    torch.testing.assert_close(biases(saved), alone["proportional"][1])
 
 
 def train_with_bias_on_ranks(

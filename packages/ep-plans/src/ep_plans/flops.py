@@ -276,7 +276,7 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Attention | No
     heads = _first_int((module, config), ("num_attention_heads", "num_heads", "n_head", "n_heads"))
     if heads is None:
         raise ValueError(
-            f"the attention heads of {name} are not known: its config has no num_attention_heads."
+            f"The attention heads of {name} are not known: its config has no num_attention_heads."
         )
     size = _first_int((module, config), ("head_dim",)) or hidden_size(model) // heads
     window = getattr(config, "sliding_window", None)

@@ -76,7 +76,7 @@ def count_rows(batch: Batch) -> int:
         if isinstance(value, Tensor) and value.ndim > 0:
             return value.shape[0]
     raise ValueError(
-        f"a pipeline cuts a batch along the rows of {', '.join(_MAIN)}, but this one has "
+        f"A pipeline cuts a batch along the rows of {', '.join(_MAIN)}, but this one has "
         f"{', '.join(map(str, batch)) or 'nothing'}."
     )
 

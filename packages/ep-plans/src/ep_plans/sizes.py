@@ -32,7 +32,7 @@ def hidden_size(model: nn.Module) -> int:
     Raises:
         ValueError: the model's config doesn't tell it.
     """
-    return _number_of(model, _HIDDEN, "the hidden size")
+    return _number_of(model, _HIDDEN, "The hidden size")
 
 
 def num_experts(model: nn.Module) -> int:
@@ -41,7 +41,7 @@ def num_experts(model: nn.Module) -> int:
     Raises:
         ValueError: the model's config doesn't tell it.
     """
-    return _number_of(model, _EXPERTS, "the number of experts")
+    return _number_of(model, _EXPERTS, "The number of experts")
 
 
 def experts_per_token(model: nn.Module) -> int:
@@ -50,7 +50,7 @@ def experts_per_token(model: nn.Module) -> int:
     Raises:
         ValueError: the model's config doesn't tell it.
     """
-    return _number_of(model, _SLOTS, "the experts per token")
+    return _number_of(model, _SLOTS, "The experts per token")
 
 
 def _number_of(model: nn.Module, names: tuple[str, ...], what: str) -> int:

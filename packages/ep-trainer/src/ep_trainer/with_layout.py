@@ -73,6 +73,6 @@ def check_head(model: nn.Module) -> None:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, nn.Module) and next(head.children(), None) is not None:
         raise ValueError(
-            "The output head has adapters, which a trainer with a loss of its own may skip: it multiplies "
+            "the output head has adapters, which a trainer with a loss of its own may skip: it multiplies "
             "with the head's weight itself. Leave the head out of target_modules."
         )
