@@ -69,18 +69,23 @@ def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     return local_box(tensor.shape, [*model, *data])
 
 
+def placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """What this rank holds as a DTensor with the shape and placement of another one."""
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def replacement(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A parameter, or buffer, like `old` with other local values; hooks and marks are kept."""
     new: torch.Tensor = local
     if isinstance(old, DTensor):
-        new = DTensor.from_local(
-            local,
-            old.device_mesh,
-            old.placements,
-            run_check=False,
-            shape=old.shape,
-            stride=old.stride(),
-        )
+        new = placed_like(old, local)
     if isinstance(old, nn.Parameter):
         trains = old.requires_grad and new.is_floating_point()
         new = nn.Parameter(new, requires_grad=trains)

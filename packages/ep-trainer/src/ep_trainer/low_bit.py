@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ep_plans import local
+from ep_plans.shards import placed_like
 from ep_trainer._compat import is_traceable_wrapper_subclass, new_low_bit_state
 
 
@@ -44,16 +45,7 @@ def widened(state: Tensor) -> Tensor:
         return state
     part: Any = local(state)
     wide: Tensor = part.dequantize(torch.float32)
-    if not isinstance(state, DTensor):
-        return wide
-    return DTensor.from_local(
-        wide,
-        state.device_mesh,
-        state.placements,
-        run_check=False,
-        shape=state.shape,
-        stride=state.stride(),
-    )
+    return placed_like(state, wide) if isinstance(state, DTensor) else wide
 
 
 def narrowed(optimizer: Optimizer, parameter: Tensor, name: str, wide: Tensor) -> Tensor:
