@@ -10,7 +10,7 @@ from ep_plans.parameters import plan_parameters
 from ep_plans.resolve import Plans, resolve_plans
 from ep_plans.sharding import Cut, ParameterSharding, full_tensor, shard_tensor
 from ep_plans.stage_inference import OtherStageError
-from ep_plans.stages import Pipeline, Stages
+from ep_plans.stages import Pipeline, Stages, plan_stages
 from ep_plans.styles import Context, Scope, Style, register_style
 from ep_plans.styles.base import (
     Moved,
@@ -63,6 +63,7 @@ __all__ = [
     "parallel_state",
     "parallelize",
     "plan_parameters",
+    "plan_stages",
     "register_style",
     "resolve_plans",
     "scale_gradient",

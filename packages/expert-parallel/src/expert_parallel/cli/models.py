@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
-from ep_plans import resolve_plans
-from ep_plans.stages import plan_stages
+from ep_plans import plan_stages, resolve_plans
 from expert_parallel import _compat
 
 _HEADS = (

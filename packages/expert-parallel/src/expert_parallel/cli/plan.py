@@ -20,9 +20,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from ep_mesh import DistributedConfig, Layout
-from ep_plans import ParameterSharding, Plans, num_experts_of, resolve_plans
+from ep_plans import ParameterSharding, Plans, num_experts_of, plan_stages, resolve_plans
 from ep_plans.patterns import rule_for, wildcard
-from ep_plans.stages import plan_stages
 from ep_plans.styles import STYLES, Scope
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, one_line, tells_errors

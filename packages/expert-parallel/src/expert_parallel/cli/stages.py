@@ -10,9 +10,9 @@ from rich.console import Console
 from torch import nn
 
 from ep_mesh import DistributedConfig
-from ep_plans import ParameterSharding, Pipeline, Plans, plan_parameters, resolve_plans
+from ep_plans import ParameterSharding, Pipeline, Plans, plan_parameters, plan_stages, resolve_plans
 from ep_plans.sizes import hidden_size
-from ep_plans.stages import keep_stages, plan_stages
+from ep_plans.stages import keep_stages
 from expert_parallel.cli.traffic import Traffic
 
 Held = tuple[nn.Module, Plans, dict[str, ParameterSharding]]
