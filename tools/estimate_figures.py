@@ -16,6 +16,8 @@ from unittest import mock
 GIB = 1 << 30
 LAYOUTS = {"tp8": (8, 1), "tp4_fsdp2": (4, 2), "tp2_fsdp4": (2, 4)}
 """TP and FSDP sizes of the published table."""
+SIZES = {**LAYOUTS, "fsdp8": (1, 8)}
+"""Those and one more, where native transformers has no expert parallelism."""
 PUBLISHED_GIB = {"tp8": 38.6, "tp4_fsdp2": 34.2, "tp2_fsdp4": 32.3}
 PUBLISHED_RATE = {"tp8": 3485, "tp4_fsdp2": 2900, "tp2_fsdp4": 2830}
 CONDITIONS = (
@@ -52,7 +54,7 @@ def ours(layout: str, checkpointing: bool = True) -> dict[str, Any]:
     from ep_mesh import DistributedConfig
     from expert_parallel.estimate import estimate
 
-    tp, fsdp = LAYOUTS[layout]
+    tp, fsdp = SIZES[layout]
     config = DistributedConfig(tp_size=tp, fsdp_size=fsdp, ep_size=8, enable_sequence_parallel=True)
     return estimate(
         qwen3_30b_a3b(),

@@ -67,6 +67,45 @@ class Layouts:
     track_peak_memory_per_gpu.unit = "bytes"
 
 
+class Simulated:
+    """A step of Qwen3-30B-A3B on 8 H100 that are not there (`expert_parallel.estimate`): no noise.
+
+    A step's time is an estimate of what devices and links allow, so only its changes mean something.
+    """
+
+    params = (LAYOUTS, ["all_to_all", "native"])
+    param_names = ("layout", "implementation")
+    timeout = 60
+    version = "1"
+
+    def setup_cache(self) -> Found:
+        return {layout: numbers("simulated.py", layout) for layout in LAYOUTS}
+
+    setup_cache.timeout = 1800
+
+    def setup(self, found: Found, layout: str, implementation: str) -> None:
+        if implementation not in found[layout]:
+            raise NotImplementedError  # no expert parallelism there
+
+    def track_simulated_peak_memory(self, found: Found, layout: str, name: str) -> float:
+        return found[layout][name]["peak_bytes"]
+
+    def track_simulated_tokens_per_s_per_gpu(self, found: Found, layout: str, name: str) -> float:
+        """Unique tokens: a batch that a TP group shares counts once."""
+        return found[layout][name]["unique_tokens"] / found[layout][name]["seconds"] / 8
+
+    def track_simulated_seconds_per_token(self, found: Found, layout: str, name: str) -> float:
+        return 8 * found[layout][name]["seconds"] / found[layout][name]["unique_tokens"]
+
+    def track_kernels_per_step(self, found: Found, layout: str, name: str) -> float:
+        return found[layout][name]["kernels"]
+
+    track_simulated_peak_memory.unit = "bytes"
+    track_simulated_tokens_per_s_per_gpu.unit = "tokens/s/GPU"
+    track_simulated_seconds_per_token.unit = "s"
+    track_kernels_per_step.unit = "kernels"
+
+
 class Dispatch:
     """One MoE layer on 8 ranks, forward and backward: what it sends, what it keeps, how long it takes."""
 

@@ -61,3 +61,6 @@ def test_each_series_of_the_suites_has_a_factor():
     for name in names:
         compare.factor_of(f"suite.{name}(tp=8, all_to_all)", factors)
     assert compare.factor_of("suite.track_bytes_per_layer(8, native)", factors) is None
+    simulated = "suite.track_simulated_seconds_per_token(tp=8, {})"
+    assert compare.factor_of(simulated.format("all_to_all"), factors) == 1.01
+    assert compare.factor_of(simulated.format("native"), factors) is None

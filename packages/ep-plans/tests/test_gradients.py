@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_decoder import ToyConfig, build, loss_of
 from toy_equality import relative_error, token_ids
 
@@ -141,6 +142,36 @@ def odd_ones(rank: int) -> None:
 
 def test_half_types_large_norms_and_no_gradients(ranks: RankPool) -> None:
     ranks.run(odd_ones, world=2)
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts what makes or changes a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is not torch.ops.aten.promote_types.default
+        return func(*args, **kwargs or {})
+
+
+def test_few_kernels_for_many_gradients() -> None:
+    """As many for a hundred as for ten of the same dtypes; some are empty."""
+    counts = []
+    for number in (10, 100):
+        parameters = [
+            nn.Parameter(torch.ones(at % 3, dtype=dtype))
+            for at in range(number)
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+        for parameter in parameters:
+            parameter.grad = 2 * torch.ones_like(parameter)
+        with _Kernels() as kernels:
+            norm = clip_grad_norm_(parameters, 1.0)
+        elements = sum(parameter.numel() for parameter in parameters)
+        assert float(norm) == pytest.approx(2 * elements**0.5)
+        counts.append(kernels.count)
+    assert counts[0] == counts[1]
+    assert float(grad_norm([nn.Parameter(torch.ones(0))])) == 0.0
 
 
 def test_one_process_without_process_groups() -> None:

@@ -38,7 +38,7 @@ class SendOrder:
         counts: [E] int64, slots of each expert.
         rows_per_owner: [P] int64, rows for each rank.
         ids: [M] int64, the ids, ascending, so that the first and the last tell whether any is out of
-            range. If so, nothing else here means anything, but it is safe to use.
+            range. If so, nothing else here means anything.
         slots: [M] int64, the slot of each of `ids`, equal ids in slot order: the skipped ones come first.
         places: [M] int64, the pair of owner and token of each slot, as a place in `before`.
         before: [P + 1, T + 1] int64, rows for an owner of the tokens before each one; the last owner is
@@ -91,23 +91,22 @@ class SendOrder:
         )
 
     def sent(self, slots: int, rows: int) -> SentRows:
-        """The rows and slots that are sent: both numbers are known to the host by now.
+        """The rows and slots that are sent, if all ids are in range: the host knows both numbers by now.
 
-        Cost: sums over P*T; no host synchronization.
+        Cost: one stable sort of N integers, sums over P*T; no host synchronization.
         """
         ranks, tokens = (size - 1 for size in self.before.shape)
         chosen = self.slots[len(self.slots) - slots :]
-        numbers = torch.arange(1, rows + 1, device=chosen.device)
-        by_owner = self.present[:ranks].view(-1).cumsum(0)
-        places = torch.searchsorted(by_owner[1:], numbers)
-        by_token = self.present[:ranks, 1:].T.reshape(-1).cumsum(0)
-        row = by_owner.view(ranks, tokens + 1)[:, :-1].T.reshape(-1)  # of a token and an owner
+        places = self.places[chosen]
+        row = self.present.view(-1).cumsum(0)[places]
+        # Each row has a slot; those of several write the same token.
+        token_of_row = row.new_empty(rows).scatter_(0, row, places.remainder(tokens + 1))
         return SentRows(
             slots=chosen,
-            row_of_slot=self.before.view(-1)[self.places[chosen]].int(),
-            token_of_row=places.remainder(tokens + 1),
-            rows_by_token=row[torch.searchsorted(by_token, numbers)],
-            token_ends=torch.nn.functional.pad(by_token[ranks - 1 :: ranks], (1, 0)),
+            row_of_slot=self.before.view(-1)[places].int(),
+            token_of_row=token_of_row,
+            rows_by_token=token_of_row.argsort(stable=True),
+            token_ends=self.present[:ranks].sum(0).cumsum(0),
         )
 
 
@@ -128,6 +127,13 @@ class SentRows:
     token_of_row: Tensor
     rows_by_token: Tensor
     token_ends: Tensor
+
+    @classmethod
+    def nowhere(cls, slots: int, rows: int, tokens: int, device: torch.device) -> SentRows:
+        """So many slots and rows, all of token 0 and the first row."""
+        index = torch.zeros(max(slots, rows, tokens + 1), dtype=torch.int64, device=device)
+        of_rows, of_slots = index[:rows], index[:slots]
+        return cls(of_slots, of_slots.int(), of_rows, of_rows, index[: tokens + 1])
 
 
 def transpose_index(index: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -157,12 +157,12 @@ class Stage:
     def _sent(self, order: SendOrder, counted: Counted) -> SentRows:
         """The rows and slots that one chunk sends."""
         slots = sum(sum(row[:-1]) for row in counted.leaving)
-        sent = order.sent(slots, sum(row[-1] for row in counted.leaving))
+        rows = sum(row[-1] for row in counted.leaving)
         if (
             counted.invalid
         ):  # All ranks will raise; until then nobody may meet a row that isn't there.
-            sent = replace(sent, row_of_slot=torch.zeros_like(sent.row_of_slot))
-        return sent
+            return SentRows.nowhere(slots, rows, order.before.shape[1] - 1, order.ids.device)
+        return order.sent(slots, rows)
 
     def _hop(self, sent: SentRows, counted: Counted) -> tuple[Hop, Tensor]:
         """The hop of one chunk, and which of the slots that came each slot is."""
