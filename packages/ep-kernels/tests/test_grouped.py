@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ep_kernels import compacted_forward, module_experts_forward
+from ep_kernels.rows import kept_slots_by_row
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kernels_reference import (
@@ -432,3 +433,17 @@ def test_compiled_once_for_all_sizes() -> None:
         expected, _ = gradients(forward, experts, *slots)
         assert error(out, expected) <= BOUNDS[torch.bfloat16]
     assert len(graphs) == 2
+
+
+def test_slots_by_row_are_kept_until_the_index_changes() -> None:
+    index = torch.tensor([2, 0, 2])
+    first = kept_slots_by_row(index, 3)
+    assert kept_slots_by_row(index, 3) is first
+    assert kept_slots_by_row(index, 4)[1].tolist() == [0, 1, 1, 3]
+    index[1] = 1
+    assert [part.tolist() for part in kept_slots_by_row(index, 3)] == [[1, 0, 2], [0, 0, 1]]
+    with torch.inference_mode():
+        index = torch.tensor([1, 0])
+        assert kept_slots_by_row(index, 2)[0].tolist() == [1, 0]
+        index.zero_()
+        assert kept_slots_by_row(index, 2)[0].tolist() == [0, 1]

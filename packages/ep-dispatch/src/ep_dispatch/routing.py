@@ -31,8 +31,8 @@ class SendOrder:
     """How the slots of a rank are counted before the host knows how many there are.
 
     A token is one row for each rank that owns any of its experts: rows lie by owner, then by token.
-    Slots lie by expert, so also by owner; each names its row. `rows` tells all that when the host has read
-    the counts.
+    Slots lie by expert, so also by owner; each names its row. `sent` tells where they lie when the host
+    has read the counts.
 
     Attributes:
         counts: [E] int64, slots of each expert.

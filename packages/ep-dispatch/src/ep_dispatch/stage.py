@@ -158,9 +158,8 @@ class Stage:
         """The rows and slots that one chunk sends."""
         slots = sum(sum(row[:-1]) for row in counted.leaving)
         rows = sum(row[-1] for row in counted.leaving)
-        if (
-            counted.invalid
-        ):  # All ranks will raise; until then nobody may meet a row that isn't there.
+        if counted.invalid:
+            # All ranks will raise; until then nobody may meet a row that isn't there.
             return SentRows.nowhere(slots, rows, order.before.shape[1] - 1, order.ids.device)
         return order.sent(slots, rows)
 
