@@ -28,7 +28,7 @@ def measure(layout: str) -> dict[str, dict[str, float]]:
         found[implementation] = {
             "peak_bytes": step["peak"]["bytes"],
             "seconds": seconds,
-            "unique_tokens": 8 * step["unique_tokens_per_second_per_device"] * seconds,
+            "unique_tokens": round(8 * step["unique_tokens_per_second_per_device"] * seconds),
             "kernels": sum(step["kernels"].values()),
         }
     return found

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_dispatch.agreement import Notice
 from ep_dispatch.checks import DTYPES
@@ -151,3 +152,30 @@ def test_notices_survive_their_encoding(notice):
     encoded = notice.encode()
     assert len(encoded) == Notice.LENGTH
     assert Notice.decode(encoded) == notice
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that give new values: on a GPU each is a launch at least."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = any(value.alias_info is not None for value in func._schema.returns)
+        self.count += func.overloadpacket.__name__.endswith("_") or not views
+        return func(*args, **kwargs or {})
+
+
+def test_few_kernels_order_the_rows_of_a_call():
+    """A step launches them for every layer, so a host that is slower than its GPU feels each."""
+    counts = []
+    for tokens in (3, 40):
+        ids = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)])
+        arriving = torch.full((4, 2), 5)
+        with Kernels() as kernels:
+            order = send_order(ids, 8, 4)
+            order.sent(
+                3 * tokens, len({(t, e // 2) for t, row in enumerate(ids.tolist()) for e in row})
+            )
+            expert_major_order(arriving, arriving[:, 0], 40)
+        counts.append(kernels.count)
+    assert counts[0] == counts[1] <= 45
