@@ -9,6 +9,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -179,7 +180,31 @@ def figures() -> dict[str, Callable[[], dict[str, Any]]]:
     for layout in LAYOUTS:
         _add_layout(made, layout)
     made["simulated_peak_gib_tp8_no_checkpointing"] = _no_checkpointing
+    made["plan_seconds_qwen3_30b"] = _plan_seconds
     return made
+
+
+def found_layouts() -> dict[str, Any]:
+    """What a search of 8 devices finds, and the seconds that it takes."""
+    from expert_parallel.estimate import search
+
+    start = time.perf_counter()
+    found = search(qwen3_30b_a3b(), 8, sequence_length=2048, memory_bytes=80 * GIB)
+    best = found.choices[0]
+    return {
+        "seconds": time.perf_counter() - start,
+        "choices": len(found.choices),
+        "best": best.code,
+        "peak_GiB": best.estimate.peak.bytes / GIB,
+        "unique": best.estimate.unique_tokens_per_second_per_device,
+    }
+
+
+def _plan_seconds() -> dict[str, Any]:
+    """How long a search of all layouts takes."""
+    found = isolated(found_layouts)
+    seconds = found.pop("seconds")
+    return _figure(seconds, "s", "at most 60", "8 devices of 80 GiB, all layouts", **found)
 
 
 def _no_checkpointing() -> dict[str, Any]:

@@ -30,6 +30,8 @@ def ep(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str) -> tuple[int, str]:
+        if arguments[0] == "plan" and not {"--estimate", "--gpus"} & {*arguments}:
+            arguments += ("--no-estimate",)
         result = CliRunner().invoke(app, [*map(str, arguments)])
         assert result.exception is None or isinstance(result.exception, SystemExit)
         return result.exit_code, result.output
@@ -274,3 +276,47 @@ def test_python_m_is_the_same_command():
     assert done.returncode == 0
     assert "Usage: " in done.stdout
     assert "plan" in done.stdout
+
+
+def test_the_estimate_of_one_layout(ep, small, dispatch):
+    sizes = ("--fsdp", "2", "--ep", "2", "--seq", "32", *dispatch)
+    code, text = ep("plan", small, *sizes, "--estimate")
+    assert code == 0
+    assert re.search(
+        r"\nEstimated on h100, with gradient checkpointing: peak \d+\.\d GiB in ", text
+    )
+    assert re.search(r"\nEstimated on h100, without: peak ", text)
+    code, text = ep("plan", small, "--pp", "2", "--estimate")
+    assert code == 0
+    assert "No step is estimated: pipeline stages can't be simulated yet, got pp_size=2" in text
+
+
+def test_a_search_and_its_page(ep, small, tmp_path):
+    page = tmp_path / "plan.html"
+    code, text = ep(
+        "plan", small, "--gpus", "2", "--memory", "80GiB", "--seq", "32", "--html", page
+    )
+    assert code == 0
+    assert re.search(r"\d+ choices fit into 78\.0 GiB", text)
+    assert "DistributedConfig(fsdp_size=2, ep_size=2)" in text
+    assert "pipeline stages are not simulated: pp=2" in text
+    html = page.read_text()
+    assert html.count("<svg") == html.count('class="bar"') > 0
+    assert not re.search(r"https?:|src=|<link|<script|@import|url\(", html)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpus", "0"), "0 is not in the range"),
+        (("--gpus", "2", "--memory", "80"), "a number and a unit, such as 80GiB"),
+        (("--gpus", "2", "--tp", "2"), "tp_size says one"),
+        (("--gpus", "2", "--batch-size", "0"), "0 is not in the range"),
+        (("--gpus", "2", "--html", "no/such/folder/x.html"), "there is no folder"),
+        (("--memory", "80GiB"), "add --gpus"),
+    ],
+)
+def test_wrong_searches(ep, small, flags, said):
+    code, text = ep("plan", small, *flags)
+    assert code in (1, 2)
+    assert said in " ".join(text.split())
