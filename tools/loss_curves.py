@@ -101,8 +101,6 @@ def train(rank: int, prepared: str, sizes: dict[str, Any], settings: Settings) -
 
 def curves(names: tuple[str, ...], settings: Settings, folder: Path) -> dict[str, list[float]]:
     """The curve of each layout, from `folder` where it is there."""
-    import demo
-
     from ep_testing import RankPool
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,6 +113,8 @@ def curves(names: tuple[str, ...], settings: Settings, folder: Path) -> dict[str
             known = json.loads(kept.read_text()) if kept.exists() else {}
             if known.get("what") != what:
                 if not any(Path(prepared).iterdir()):
+                    import demo
+
                     demo.prepare(Path(prepared))
                 pool = RankPool()
                 world = RANKS if sizes else 1
