@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def killed_at(call: int, run: Path, step: int) -> None:
 def test_a_run_killed_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, step: int) -> None:
     fork = multiprocessing.get_context("fork")
     ends = []
+    write(tmp_path / "before", 1)
     for call in range(1, 200):
         run = tmp_path / str(call)
-        write(run, 1)
+        shutil.copytree(tmp_path / "before", run)
         child = fork.Process(target=killed_at, args=(call, run, step))
         child.start()
         child.join()
@@ -199,18 +201,76 @@ def test_a_failed_write_is_raised_on_all_ranks_by_the_next_save(
     assert not list(tmp_path.glob(".checkpoint-*"))
 
 
-def staged(rank: int, folder: str) -> None:
-    saver, path = Checkpointer(), Path(folder) / "checkpoint-5"
-    tensors = state(5)
-    with saver.preparing(path):
-        pass
-    saver.save(path, lambda: Contents({"model": tensors}), manifest(5), in_background=True)
-    for tensor in tensors.values():
-        tensor.fill_(float("nan"))  # training goes on
-    saver.wait()
+def saved_while_training(rank: int, folder: str) -> dict[str, list[Any]]:
+    """Save in the background again and again; tell how many plans were made by each save."""
+    saver, run = Checkpointer(), Path(folder)
+    plans, made, places = [], module.BoxSavePlanner.create_global_plan, set()
+
+    def counted(self: Any, all_plans: Any) -> Any:
+        plans[-1] += 1
+        return made(self, all_plans)
+
+    def save(step: int, **more: Tensor) -> None:
+        tensors = {**state(step), **more}
+        plans.append(0)
+        contents = Contents({"model": tensors})
+        saver.save(run / f"checkpoint-{step}", lambda: contents, manifest(step), in_background=True)
+        for tensor in tensors.values():
+            tensor.fill_(float("nan"))  # training goes on
+        assert saver._known is not None
+        buffers = saver._known[1]["model"].planner._buffers
+        places.add(tuple(each.data_ptr() for each in buffers.values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.BoxSavePlanner, "create_global_plan", counted)
+        for step in (1, 2, 3):
+            save(step)
+        kept = len(places)
+        # A form or a name that changes on one rank alone; it comes again.
+        for step in (4, 5):
+            save(step, **({"own": torch.full((3,), float(step))} if rank else {}))
+        save(6)
+        said = []
+        for staging in (True, False):
+            with pytest.raises((CheckpointError, RuntimeError)) as caught:
+                _fail_on_rank_1(saver, run / "checkpoint-7", rank, staging=staging)
+            said.append(str(caught.value))
+        save(8)
+        saver.wait()
+    return {"plans": plans, "kept": [kept], "said": said}
 
 
-def test_what_is_written_later_is_the_state_of_the_save(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(staged, str(tmp_path), world=2)
-    check_checkpoint(tmp_path / "checkpoint-5", values=True)
-    assert value_of(tmp_path / "checkpoint-5") == 5
+def _fail_on_rank_1(saver: Checkpointer, path: Path, rank: int, *, staging: bool) -> None:
+    def collected() -> Contents:
+        if rank == 1 and not staging:
+            raise RuntimeError("no state here")
+        return Contents({"model": state(7)})
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and staging:
+
+            def full(self: Any, plan: Any) -> None:
+                raise RuntimeError("no memory here")
+
+            patch.setattr(module.BoxSavePlanner, "stage", full)
+        saver.save(path, collected, manifest(7), in_background=True)
+        saver.wait()
+
+
+def test_later_saves_plan_nothing_and_copy_into_the_same_memory(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(ranks.run(saved_while_training, str(tmp_path), world=2)):
+        # What fails is planned anew, if a rank could not say what it holds.
+        assert found["plans"] == [1, 0, 0, 1, 0, 1, 1]
+        assert found["kept"] == [1]
+        where = "" if rank else "failed on rank 1: RuntimeError: "
+        assert f"{where}no memory here" in found["said"][0]
+        assert f"{where}no state here" in found["said"][1]
+    assert [step for step, _ in checkpoints(tmp_path)] == [8, 6, 5, 4, 3, 2, 1]
+    for step, folder in checkpoints(tmp_path):
+        check_checkpoint(folder, values=True)
+        assert value_of(folder) == step, "of the moment of the save"
+    own = {"own": torch.zeros(3)}
+    Checkpointer().load(tmp_path / "checkpoint-5", {"model": own})
+    assert own["own"].tolist() == [5.0] * 3
