@@ -127,13 +127,14 @@ def cost_on_rank(rank: int, path: str, folder: str) -> dict[str, float]:
     manifest = Manifest(1, asdict(layout), layout.world_size, (), {}, {})
     saver = Checkpointer()
     found: dict[str, float] = {"shards": held}
-    for name, in_background in (("sync", False), ("async", True)):
+    for name, in_background in (("sync", False), ("first", True), ("async", True)):
         target = Path(folder) / name / "checkpoint-1"
         dist.barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         with measuring._AnonymousMemory() as memory:
             saver.save(target, lambda: Contents(sections), manifest, in_background=in_background)
             found[f"{name}_stall"] = time.perf_counter() - begin
+            found[f"{name}_cpu"] = time.thread_time() - cpu
             saver.wait()
         found[f"{name}_seconds"] = time.perf_counter() - begin
         found[f"{name}_memory"] = memory.peak
@@ -272,13 +273,16 @@ def checkpoint_cost(full: bool = False) -> dict[str, Any]:
         "conditions": _size(found),
         "save_s": round(found["sync_seconds"], 2),
         "async_save_s": round(found["async_seconds"], 2),
-        "stall_s": round(found["async_stall"], 2),
+        "first_stall_s": round(found["first_stall"], 3),
+        "stall_s": round(found["async_stall"], 3),
+        "stall_cpu_s": round(found["async_cpu"], 3),
         "verify_s": round(found["verify_seconds"], 2),
         "load_s": round(found["load_seconds"], 2),
         "dd_s": round(found["dd"], 2),
         "share_of_dd_speed": found["dd"] / found["sync_seconds"],
         "shards_MB": round(found["shards"] / 1e6, 1),
         "save_memory_MB": round(found["sync_memory"] / 1e6, 1),
+        "first_async_memory_MB": round(found["first_memory"] / 1e6, 1),
         "async_memory_MB": round(found["async_memory"] / 1e6, 1),
         "load_memory_MB": round(found["load_memory"] / 1e6, 1),
     }

@@ -11,8 +11,8 @@ class CheckpointOptions:
     """Options of `EPTrainer` about checkpoints of a sharded model.
 
     Attributes:
-        async_save: copy what a rank writes to host memory (as many bytes as it writes) and write
-            it while training goes on. False: write at once, one tensor at a time.
+        async_save: copy what a rank writes to host memory (as many bytes as it writes, kept for the
+            next save) and write it while training goes on. False: write at once, one tensor at a time.
         save_hf: write the model as plain transformers loads it into every checkpoint too. The
             first rank gathers it, tensor by tensor, while all wait; `ep checkpoint export` does
             the same later, without the run.
