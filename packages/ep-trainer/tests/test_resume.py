@@ -244,8 +244,7 @@ class Signal(transformers.TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def preempted(rank: int, folder: str, number: int) -> tuple[Any, ...]:
-    before = signal.getsignal(number)
+def preempted(rank: int, folder: str) -> tuple[Any, ...]:
     # An evaluation decides about saving at each step, and finds nothing good enough.
     best = {
         "save_strategy": "best",
@@ -254,27 +253,28 @@ def preempted(rank: int, folder: str, number: int) -> tuple[Any, ...]:
         "metric_for_best_model": "nothing",
         "greater_is_better": True,
     }
-    stopped = make(folder, 0, Signal(rank, number), **best)
-    stopped.compute_metrics = lambda output: {"nothing": 0.0}
-    stopped.train()
-    assert signal.getsignal(number) is before
-    at = stopped.state.global_step
-    resumed = make(folder, 7, save_strategy="no")
+    at = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        before = signal.getsignal(number)
+        stopped = make(f"{folder}/{number}", 0, Signal(rank, number), **best)
+        stopped.compute_metrics = lambda output: {"nothing": 0.0}
+        stopped.train()
+        assert signal.getsignal(number) is before
+        at.append(stopped.state.global_step)
+    resumed = make(f"{folder}/{number}", 7, save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
     whole = make(folder, save_strategy="no")
     whole.train()
     return at, outcome(resumed), outcome(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_saves_and_stops_all(
-    ranks: RankPool, tmp_path: Path, number: int
-) -> None:
-    found = ranks.run(preempted, str(tmp_path), number, world=2, timeout=120)
-    assert [at for at, *_ in found] == [4, 4], "the step after the one in which the signal came"
-    for _, resumed, whole in found:
+def test_a_signal_to_one_rank_saves_and_stops_all(ranks: RankPool, tmp_path: Path) -> None:
+    for at, resumed, whole in ranks.run(preempted, str(tmp_path), world=2, timeout=120):
+        assert at == [4, 4], "the step after the one in which the signal came"
         assert resumed["loss"] == whole["loss"]
         assert resumed["weights"] == whole["weights"]
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        assert [step for step, _ in checkpoints(tmp_path / str(number))] == [4]
 
 
 def test_signals_are_names() -> None:

@@ -215,6 +215,8 @@ class Checkpointer:
         if job is None or job.thread is None:
             return
         job.thread.join(timeout)
+        if job.thread.is_alive():
+            self._known = None  # its memory is still being written from
         if job.error is not None:
             raise job.error
 
