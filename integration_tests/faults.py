@@ -279,7 +279,6 @@ def random_faults(count: int, world: int, seed: int) -> list[Fault]:
 def main() -> None:
     """The program of a rank."""
 
-    faulthandler.dump_traceback_later(25)
     import torch.distributed as dist
 
     folder, steps, step_timeout = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])

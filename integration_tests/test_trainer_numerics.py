@@ -6,6 +6,7 @@ import importlib.util
 import math
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,35 @@ def test_low_bit_adamw_learns_as_adamw(ranks: RankPool) -> None:
             assert found != losses
             assert f"{EXPERTS}.gate_up_proj" in names
             assert len(names) < count, "small parts are not quantized"
+
+
+def resumed(rank: int, folder: str) -> tuple[list[float], list[float], dict[str, float], list[str]]:
+    """Losses of a run, and of one that goes on from its second step; the scaler and the moments then."""
+    torch.compiler.set_stance("force_eager")
+    losses = []
+    try:
+        for checkpoint in (None, f"{folder}/checkpoint-2"):
+            model = parallelize(
+                build(hidden_size=64, moe_intermediate_size=64),
+                DistributedConfig(**dispatching(**FOUR)),
+            )
+            changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+            trainer = trainer_of(folder, {}, model, optim="adamw_torch_8bit", **changes)
+            # The scale rises after the third step: a run that forgets its count is another one.
+            scale = 2.0**12 if checkpoint is None else 2.0**3
+            trainer.accelerator.scaler = WorldGradScaler(init_scale=scale, growth_interval=3)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+            losses.append([entry["loss"] for entry in logs])
+    finally:
+        torch.compiler.set_stance("default")
+    names = low_bit_parameters(model, trainer.optimizer.optimizer)
+    return losses[0], losses[1], trainer.accelerator.scaler.state_dict(), names
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_the_scaler_and_low_bit_moments_resume(ranks: RankPool, tmp_path: Path) -> None:
+    for whole, again, scaler, names in ranks.run(resumed, str(tmp_path), world=4, timeout=200):
+        assert again == pytest.approx(whole, rel=1e-3)  # the moments are rounded once more
+        assert (scaler["scale"], scaler["_growth_tracker"]) == (2.0**13, 1)
+        assert f"{EXPERTS}.gate_up_proj" in names

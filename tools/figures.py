@@ -361,9 +361,10 @@ FIGURES.update(estimate_figures.figures())
 def _checkpoint_figures() -> None:
     import checkpoint_figures
     import loss_curves
+    import random_kills
 
     full = "--full" in sys.argv
-    for name, function in checkpoint_figures.FIGURES.items():
+    for name, function in {**checkpoint_figures.FIGURES, **random_kills.FIGURES}.items():
         FIGURES[name] = _named(function, full)
     FIGURES["loss_curves"] = _named(loss_curves.loss_curves, full)
 

@@ -32,7 +32,7 @@ def started(monkeypatch):
     """Instead of starting ranks, note what would be started."""
     calls = []
 
-    def note(command, job, processes, folder=None, *, traceback=False):
+    def note(command, job, processes, folder=None, *, traceback=False, restarts=0):
         calls.append((command, job, processes))
 
     for module in (train, generate):

@@ -36,6 +36,7 @@ def launch(
     folder: Path | None = None,
     *,
     traceback: bool = False,
+    restarts: int = 0,
 ) -> None:
     """Run `command` with `job` on `processes` ranks of this machine, and wait.
 
@@ -45,13 +46,16 @@ def launch(
         processes: how many ranks.
         folder: where files of the job may be passed to the ranks; None: one made for it.
         traceback: let a rank that fails print where.
+        restarts: how often all ranks are started again after one of them failed.
 
     Raises:
         JobError: a rank failed.
     """
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="ep-") as made:
-            return launch(command, job, processes, Path(made), traceback=traceback)
+            return launch(
+                command, job, processes, Path(made), traceback=traceback, restarts=restarts
+            )
     file = folder / "job.json"
     content = {"command": command, "job": job, "traceback": traceback}
     file.write_text(json.dumps(content), encoding="utf-8")
@@ -65,7 +69,7 @@ def launch(
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=restarts,
     )
     try:
         elastic_launch(config, sys.executable)("-m", _WORKER, str(file))
@@ -78,7 +82,8 @@ def launch(
 
 def report_error(folder: Path, rank: int, message: str) -> None:
     """Called by a rank that fails: leave the reason where `launch` finds it."""
-    told = {"rank": rank, "time": time.time(), "message": message}
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    told = {"rank": rank, "start": start, "time": time.time(), "message": message}
     (folder / f"error-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
@@ -86,6 +91,8 @@ def _first_error(folder: Path) -> str | None:
     errors = [json.loads(file.read_text("utf-8")) for file in folder.glob("error-*.json")]
     if not errors:
         return None
+    last = max(error["start"] for error in errors)
+    errors = [error for error in errors if error["start"] == last]
     first = min(errors, key=lambda error: error["time"])
     message: str = first["message"]
     if all(error["message"] == message for error in errors):

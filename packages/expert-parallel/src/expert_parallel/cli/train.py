@@ -30,6 +30,7 @@ _DEFAULTS = {
     "report_to": "none",
     "log_level_replica": "error",
 }
+_RESUMING = {"save_strategy": "steps", "save_only_model": False}
 
 
 @dataclass
@@ -48,6 +49,9 @@ class TrainJob:
         dtype: of the parameters: `auto` (as saved), `bfloat16`, `float32`, ...
         layout: fields of `DistributedConfig`.
         training: fields of `transformers.TrainingArguments`.
+        resume: save checkpoints that a run can go on from (`training.save_steps`), and go on from the
+            newest one in `output` if there is any.
+        restarts: how often all ranks are started again after one of them failed; needs `resume`.
     """
 
     model: str = ""
@@ -61,6 +65,8 @@ class TrainJob:
     dtype: str = "auto"
     layout: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("model", "data", "output"):
@@ -71,6 +77,13 @@ class TrainJob:
         length: object = self.sequence_length
         if not isinstance(length, int) or length < 2:
             raise ValueError(f"sequence_length must be a whole number >= 2, got {length!r}.")
+        restarts: object = self.restarts
+        if not isinstance(restarts, int) or restarts < 0:
+            raise ValueError(f"restarts must be a whole number >= 0, got {restarts!r}.")
+        if restarts and not self.resume:
+            raise ValueError(
+                "restarts would begin anew each time: give --resume (resume: true) too."
+            )
         _check_known(self.training, TrainingArguments, "training")
         if "output_dir" in self.training:
             raise ValueError("training.output_dir: give output, the folder of the whole job.")
@@ -94,7 +107,7 @@ class TrainJob:
 
     def arguments(self, device_type: str) -> TrainingArguments:
         """The trainer's arguments; the progress is shown by us."""
-        given = {**_DEFAULTS, **self.training}
+        given = {**_DEFAULTS, **(_RESUMING if self.resume else {}), **self.training}
         return TrainingArguments(
             output_dir=self.output, disable_tqdm=True, use_cpu=device_type == "cpu", **given
         )
@@ -182,7 +195,7 @@ def run(content: dict[str, Any]) -> None:
         callbacks=[*meters, metrics, TrainProgress(console())],
     )
     without_printer(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint="auto" if job.resume else None)
     if held_out is not None:
         trainer.evaluate()
     trainer.save_model(job.output)
@@ -267,6 +280,12 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Samples of a data shard.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Save checkpoints; go on from the newest, if any.")
+    ] = False,
+    restarts: Annotated[
+        int | None, typer.Option(help="Start the ranks again so often after a failure.")
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="name=value of TrainingArguments; repeatable."),
@@ -307,6 +326,8 @@ def train(
         "from_scratch": from_scratch,
         "sequence_length": sequence_length,
         "dtype": dtype,
+        "resume": resume,
+        "restarts": restarts,
         "layout": fields,
         "training": {
             "max_steps": steps,
@@ -328,4 +349,4 @@ def train(
     with tempfile.TemporaryDirectory(prefix="ep-train-") as made:
         with out.status("reading the data"):
             content = prepare(job, Path(made))
-        launch("train", content, size, Path(made), traceback=traceback)
+        launch("train", content, size, Path(made), traceback=traceback, restarts=job.restarts)
