@@ -57,7 +57,7 @@ class Outcome:
         losses: by step, those that count: of the start that came to the end, and before it.
         weights: a digest of each rank's.
         restarts: how often it was started again.
-        in_saves: how many checkpoints were found half written.
+        in_saves: how many checkpoints were half written then.
         stopped: seconds from each fault until no rank ran.
         untold: faults that no other rank named.
         text: what was printed.
@@ -258,10 +258,11 @@ def _one_start(
         time.sleep(fault.share * 0.5)
         _write(begin, str(time.time()))
         os.kill(pids[fault.rank], signal.SIGKILL)
+        found.in_saves += any((folder / "run").glob(".checkpoint-*"))
     wait_for("fault", begin.exists)
     wait_for("end of the ranks", lambda: not any(is_running(pid) for pid in pids))
     found.stopped.append(time.time() - float(begin.read_text()))
-    found.in_saves += any((folder / "run").glob(".checkpoint-*"))
+    found.in_saves += fault.kind == "kill in a save"
 
 
 def random_faults(count: int, world: int, seed: int) -> list[Fault]:
