@@ -88,11 +88,21 @@ def test_flags_alone(started, model, text, tmp_path):
     assert started[0][1]["job"]["layout"] == {"fsdp_size": 2}
 
 
+def test_a_job_that_resumes_saves_what_it_needs(model, text, tmp_path):
+    values = {"model": str(model), "data": str(text), "output": str(tmp_path)}
+    job = train.TrainJob(**values, resume=True, restarts=3, training={"save_steps": 5})
+    arguments = job.arguments("cpu")
+    assert (arguments.save_strategy.value, arguments.save_steps) == ("steps", 5)
+    assert not arguments.save_only_model
+    assert train.TrainJob(**values).arguments("cpu").save_only_model
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"model": ""}, "model is missing"),
         ({"data": []}, "data is missing"),
+        ({"restarts": 2}, "give --resume"),
         ({"ouput": "x"}, "no field 'ouput': did you mean 'output'"),
         (
             {"training": {"max_step": 3}},
@@ -268,6 +278,13 @@ def test_the_first_error_is_the_one_told(tmp_path):
     launch.report_error(tmp_path, 0, "Connection closed by peer")
     assert launch._first_error(tmp_path) == "rank 3: the cause"
     assert launch._first_error(tmp_path / "none") is None
+
+
+def test_the_error_of_the_last_start_is_the_one_told(tmp_path, monkeypatch):
+    launch.report_error(tmp_path, 3, "what was mended")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    launch.report_error(tmp_path, 0, "the last straw")
+    assert launch._first_error(tmp_path) == "the last straw"
 
 
 def test_a_rank_that_is_killed_is_told(tmp_path, monkeypatch):

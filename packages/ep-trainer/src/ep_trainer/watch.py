@@ -264,6 +264,8 @@ class Watchdog(TrainerCallback):
                 stuck[rank] = json.loads(text)
             elif beat := self._read(f"beat/{rank}"):
                 moving[rank] = json.loads(beat)["place"]
+        if moving and self._age < 2 * self._watch.step_timeout:
+            return  # they may have come to a halt only after this rank
         ranks, text = verdict(stuck, moving, self._watch.step_timeout)
         self._tell(Failure(ranks, text, alive=True))
 
