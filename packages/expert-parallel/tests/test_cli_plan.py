@@ -308,10 +308,10 @@ def test_a_search_and_its_page(ep, small, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--gpus", "0"), "0 is not in the range"),
+        (("--gpus", "0"), "Invalid value for '--gpus'"),
         (("--gpus", "2", "--memory", "80"), "a number and a unit, such as 80GiB"),
         (("--gpus", "2", "--tp", "2"), "tp_size says one"),
-        (("--gpus", "2", "--batch-size", "0"), "0 is not in the range"),
+        (("--gpus", "2", "--batch-size", "0"), "Invalid value for '--batch-size'"),
         (("--gpus", "2", "--html", "no/such/folder/x.html"), "there is no folder"),
         (("--memory", "80GiB"), "add --gpus"),
     ],
