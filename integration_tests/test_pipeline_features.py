@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 from dispatching import dispatching
-from test_routers import build_deepseek
 from test_selective import CHECKPOINTING
 from test_trainer import GLOBAL_BATCH, Sentences, arguments, build, data
+from tiny_models import build as build_family
+from tiny_models import deepseek_v3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -104,31 +105,39 @@ def balancing() -> BiasBalancing:
     return BiasBalancing(1e-2, rule="proportional")
 
 
-def balanced(rank: int) -> tuple[list[float], dict[str, Tensor]]:
-    config = DistributedConfig(**dispatching(pp_size=2, fsdp_size=2, ep_size=2))
+def balanced(rank: int, stages: tuple[int, ...]) -> tuple[list[float], dict[str, Tensor]]:
+    config = DistributedConfig(**dispatching(pp_size=2, fsdp_size=2, ep_size=2), pp_stages=stages)
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, GLOBAL_BATCH // config.dp_size, **FEW)
-        model = parallelize(build_deepseek(), config)
+        model = parallelize(deepseek(sum(stages)), config)
         trainer = EPTrainer(model, args, train_dataset=FILLED_UP, callbacks=[balancing()])
         return losses(trainer), biases(model)
 
 
-def test_a_bias_is_moved_on_the_stage_that_has_it(ranks: RankPool) -> None:
-    # The first layer has no experts, and so neither has the first stage.
+def deepseek(layers: int) -> nn.Module:
+    model = build_family(deepseek_v3(num_hidden_layers=layers), torch.float32)
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.zero_()
+    return model
+
+
+# The first layer has no experts: once no stage but the last has a bias, once both have.
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1)])
+def test_a_bias_is_moved_on_the_stage_that_has_it(ranks: RankPool, stages: tuple[int, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **FEW)
-        model = build_deepseek()
+        model = deepseek(sum(stages))
         expected = losses(
             transformers.Trainer(model, args, train_dataset=FILLED_UP, callbacks=[balancing()])
         )
     moved = biases(model)
-    found = ranks.run(balanced, world=4, timeout=200)
     seen: dict[str, Tensor] = {}
-    for curve, own in found:
+    for curve, own in ranks.run(balanced, stages, world=4, timeout=200):
         assert curve == pytest.approx(expected, rel=1e-5)
         seen |= own
         for name, bias in own.items():
-            torch.testing.assert_close(bias, moved[name])
+            torch.testing.assert_close(bias, moved[name], rtol=0, atol=1e-6)
     assert seen.keys() == moved.keys()
 
 
