@@ -23,6 +23,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -207,13 +208,30 @@ def _bind_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
+def _own_store() -> dict[str, Any]:
+    """After a restart by torchrun on one machine: a part of its store that no earlier start used.
+
+    torch 2.13 takes the launcher's store as it is, where ranks may read the addresses of ranks that
+    are gone, and wait for them. Over several machines the starts have no number that all know.
+    """
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    world = os.environ["WORLD_SIZE"]
+    if start == "0" or not shared or os.environ.get("LOCAL_WORLD_SIZE") != world:
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"start-{start}", store)  # type: ignore[attr-defined]
+    return {"store": own, "rank": int(os.environ["RANK"]), "world_size": int(world)}
+
+
 def _start(device_type: str) -> None:
     if dist.is_initialized():
         return
     # CPU tensors keep a backend beside the accelerator's: offloaded gradients are reduced there.
     backend = "gloo" if device_type == "cpu" else None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **_own_store())
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -519,7 +519,8 @@ class EPTrainer(CheckpointingTrainer):
                 resume_from_checkpoint = _compat.last_checkpoint(str(self.args.output_dir))
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self._collect.check(self._meters)
-        with self.checkpointed_run(), watched(self._watch, self.checkpointer.join) as dog:
+        saver = self.checkpointer
+        with self.checkpointed_run(), watched(self._watch, saver.join, saver.group) as dog:
             checkpoint = self.found_checkpoint(resume_from_checkpoint)
             if dog is None:
                 return super().train(checkpoint, *args, **kwargs)

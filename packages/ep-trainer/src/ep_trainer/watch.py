@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,7 +41,6 @@ from ep_trainer.failures import (
 logger = logging.getLogger(__name__)
 
 _CONNECT_S, _SAVES_S = 30.0, 60.0
-_runs = 0
 
 
 @dataclass(frozen=True)
@@ -304,23 +304,27 @@ class Watchdog(TrainerCallback):
 
 
 @contextmanager
-def watched(watch: Watch | None, finish: Callable[[float], None]) -> Iterator[Watchdog | None]:
+def watched(
+    watch: Watch | None, finish: Callable[[float], None], group: dist.ProcessGroup | None = None
+) -> Iterator[Watchdog | None]:
     """Watch the ranks while the body runs; every rank must call, with its main thread.
 
     None where there is one rank, or no launcher with a store that others can connect to
-    (`MASTER_ADDR` and `MASTER_PORT`).
+    (`MASTER_ADDR` and `MASTER_PORT`). Costs one broadcast over `group`, a gloo one.
 
     Raises:
         PeerError: the body failed since another rank has.
     """
-    global _runs
-    _runs += 1  # on every rank alike
-    store = _store() if watch is not None else None
+    store = None
+    if watch is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        # The store outlives a start by torchrun, whose number need not be the same on all machines.
+        run = [uuid.uuid4().hex]
+        dist.broadcast_object_list(run, src=0, group=group)
+        store = _store()
     if watch is None or store is None:
         yield None
         return
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"ep_trainer/watch/{attempt}/{_runs}", store)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"ep_trainer/watch/{run[0]}", store)  # type: ignore[attr-defined]
     dog = Watchdog(watch, own, dist.get_rank(), dist.get_world_size(), finish=finish)
     dog.start()
     try:
@@ -333,8 +337,6 @@ def watched(watch: Watch | None, finish: Callable[[float], None]) -> Iterator[Wa
 
 
 def _store() -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         return None
