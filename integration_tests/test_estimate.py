@@ -11,11 +11,11 @@ from tiny_models import qwen3_moe
 
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_testing import RankPool
-from expert_parallel.cli.models import build_on_meta
 from expert_parallel.estimate import DEVICES, estimate
 from expert_parallel.estimate.routes import Routes
 from expert_parallel.estimate.simulate import Setting, Step, run_step, simulate
 from expert_parallel.estimate.tracker import Tracker
+from expert_parallel.meta import build_on_meta
 from expert_parallel.parallel import shard_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import ModelFlops, model_flops, parallelize
 from ep_testing import RankPool
-from expert_parallel.cli.models import build_on_meta
+from expert_parallel.meta import build_on_meta
 
 ROWS, LENGTH = 2, 12
 # What these compute beside products with weights and attention: scans of linear attention and state

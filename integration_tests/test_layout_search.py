@@ -6,9 +6,9 @@ import pytest
 import torch
 from families import family_names, tiny_config
 
-from expert_parallel.cli.models import build_on_meta
 from expert_parallel.estimate import search
 from expert_parallel.estimate.search import layouts_of
+from expert_parallel.meta import build_on_meta
 
 SAMPLE = (
     "DeepseekV4Config",  # its first layers route by a table of token ids

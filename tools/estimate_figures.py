@@ -73,12 +73,12 @@ def native(layout: str, checkpointing: bool = True, implementation: str = "all_r
     from transformers.distributed import DistributedConfig as NativeConfig
 
     from ep_mesh import DistributedConfig
-    from expert_parallel.cli.models import build_on_meta
     from expert_parallel.estimate import DEVICES
     from expert_parallel.estimate._compat import FakeTensorMode, without_tracing
     from expert_parallel.estimate.report import estimate_of
     from expert_parallel.estimate.simulate import Setting, fake_world, run_step
     from expert_parallel.estimate.tracker import Tracker
+    from expert_parallel.meta import build_on_meta
 
     tp, fsdp = LAYOUTS[layout]
     setting = Setting(

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from ep_mesh import DistributedConfig, Layout, ParallelMesh
 from ep_plans import parallelize, plan_parameters, resolve_plans
 from expert_parallel.cli import app
-from expert_parallel.cli.models import build_on_meta, read_config
 from expert_parallel.cli.plan import rank_totals, rows_of
+from expert_parallel.meta import build_on_meta, read_config
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from ep_mesh import DistributedConfig
 from ep_plans import plan_parameters, resolve_plans
 from ep_plans.sizes import experts_per_token
 from expert_parallel import parallelize
-from expert_parallel.cli.models import build_on_meta
 from expert_parallel.cli.traffic import distinct_other_ranks, step_traffic
+from expert_parallel.meta import build_on_meta
 
 FSDP_PLAN = {
     "model.embed_tokens": "free_full_weight",

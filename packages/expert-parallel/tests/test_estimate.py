@@ -11,12 +11,12 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig
-from expert_parallel.cli.models import build_on_meta
 from expert_parallel.estimate import DEVICES, Device, Estimate, calibrate, estimate
 from expert_parallel.estimate.memory import KINDS
 from expert_parallel.estimate.operators import cost_of
 from expert_parallel.estimate.routing import draw_experts
 from expert_parallel.estimate.timeline import Timeline
+from expert_parallel.meta import build_on_meta
 
 H, LAYERS = 64, 2
 

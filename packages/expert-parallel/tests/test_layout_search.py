@@ -11,11 +11,11 @@ from transformers import Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig, Layout, legal_ep_sizes
 from expert_parallel.cli.layouts import bytes_of, grouped
-from expert_parallel.cli.models import build_on_meta
 from expert_parallel.estimate import Found, estimate, search
 from expert_parallel.estimate.layers import keep_layers, kinds_of_layers
 from expert_parallel.estimate.sampling import sampled_layers
 from expert_parallel.estimate.search import exactly, layout_text, layouts_of
+from expert_parallel.meta import build_on_meta
 
 GIB = 1 << 30
 

@@ -14,9 +14,10 @@ from ep_mesh.world import gathered
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.launch import launch, under_launcher
-from expert_parallel.cli.models import check_plan, load, load_tokenizer, read_config
+from expert_parallel.cli.models import check_plan, load, load_tokenizer
 from expert_parallel.cli.rank import run as run_here
 from expert_parallel.cli.train import torch_dtype
+from expert_parallel.meta import read_config
 
 
 def run(job: dict[str, Any]) -> None:

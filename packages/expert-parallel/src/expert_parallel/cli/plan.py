@@ -27,13 +27,13 @@ from expert_parallel.cli import options
 from expert_parallel.cli.console import console, one_line, tells_errors
 from expert_parallel.cli.layouts import bytes_of, show_found
 from expert_parallel.cli.layouts_page import page_of
-from expert_parallel.cli.models import build_on_meta, read_config
 from expert_parallel.cli.stages import Held, heaviest_part, show_stages, stage_traffic
 from expert_parallel.cli.traffic import Traffic, step_traffic
 from expert_parallel.estimate import DEVICES, search
 from expert_parallel.estimate import estimate as estimate_step
 from expert_parallel.estimate.devices import GIB, device_of
 from expert_parallel.estimate.search import exactly
+from expert_parallel.meta import build_on_meta, read_config
 
 _MOST_BLOCKS = 8  # of ranks in the picture
 _VERIFIED = 3  # choices that --exact simulates whole

@@ -19,9 +19,10 @@ from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.data import Blocks, load_ids, save_ids, text_files, token_ids
 from expert_parallel.cli.launch import launch, under_launcher
-from expert_parallel.cli.models import check_plan, check_weights, load, load_tokenizer, read_config
+from expert_parallel.cli.models import check_plan, check_weights, load, load_tokenizer
 from expert_parallel.cli.plan import show_layout
 from expert_parallel.cli.rank import run as run_here
+from expert_parallel.meta import read_config
 
 _DEFAULTS = {
     "logging_steps": 10,

@@ -18,7 +18,7 @@ from ep_dispatch.all_reduce import AllReduce
 from ep_dispatch.auto import Auto
 from ep_kernels import Recompute
 from ep_mesh import DistributedConfig
-from expert_parallel.cli.models import read_config
+from expert_parallel.meta import read_config
 
 from .devices import Device, device_of
 from .report import Estimate, estimate_of

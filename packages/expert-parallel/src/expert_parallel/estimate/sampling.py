@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from expert_parallel.cli.models import build_on_meta
+from expert_parallel.meta import build_on_meta
 
 from .layers import find_layers, kinds_of_layers
 from .memory import Peak

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig
 from ep_kernels import Recompute
 from ep_mesh import DistributedConfig, legal_ep_sizes
 from ep_plans import plan_parameters, plan_stages, resolve_plans
-from expert_parallel.cli.models import build_on_meta, read_config
+from expert_parallel.meta import build_on_meta, read_config
 
 from .api import check_sizes
 from .devices import GIB, Device, device_of

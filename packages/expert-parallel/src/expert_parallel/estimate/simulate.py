@@ -17,7 +17,7 @@ from ep_kernels import Recompute
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import clip_grad_norm_
 from ep_trainer.optim import split_by_mesh
-from expert_parallel.cli.models import build_on_meta
+from expert_parallel.meta import build_on_meta
 from expert_parallel.parallel import shard_model
 
 from ._compat import FakeTensorMode, start_fake_group, without_tracing
