@@ -74,7 +74,7 @@ class SendOrder:
         starts = torch.searchsorted(ascending, torch.arange(experts + 1, device=device))
         # The owner of skipped slots is the last one. What is out of range gets any owner.
         owners = (ids // (experts // ranks)).remainder(ranks + 1)
-        places = torch.add(token_of_slot, owners, alpha=tokens + 1).view(-1)
+        places = torch.add(token_of_slot, owners, alpha=tokens + 1).reshape(-1)
         # One place later, so that the sums are those of the tokens before.
         shape = ranks + 1, tokens + 1
         present = torch.zeros(shape, dtype=torch.int64, device=device)
