@@ -149,8 +149,6 @@ def references() -> dict[bool, Curve]:
 
 # Layouts, and whether with the auxiliary loss.
 SAMPLE: list[tuple[dict[str, Any], bool]] = [
-    ({"tp_size": 8, "ep_size": 8}, False),
-    ({"tp_size": 4, "fsdp_size": 2, "ep_size": 4}, True),
     ({"tp_size": 2, "fsdp_size": 4, "ep_size": 4}, True),
     ({"fsdp_size": 8, "ep_size": 8}, False),
     ({"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 4}, True),
