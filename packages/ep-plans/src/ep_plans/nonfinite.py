@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ep_mesh.world import gathered
 from ep_plans.parallelize import parallel_state
 from ep_plans.styles.base import local
 
@@ -62,18 +62,14 @@ def find_nonfinite(parameters: Gradients) -> NonFinite:
     flags = [local(grad).isfinite().all().logical_not() for _, grad in named]
     found = torch.stack([flag.to("cpu") for flag in flags]).tolist() if flags else []
     mine = [name for (name, _), bad in zip(named, found, strict=True) if bad]
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    gathered: list[list[str]] = [mine]
-    if world > 1:
-        gathered = [[] for _ in range(world)]
-        dist.all_gather_object(gathered, mine)
+    said = gathered(mine)
     state = parallel_state(parameters) if isinstance(parameters, nn.Module) else None
     pipeline = None if state is None else state.pipeline
     names = [name for name, _ in named] if pipeline is None else pipeline.tensors
     order = {name: place for place, name in enumerate(names)}
-    every = sorted({n for names in gathered for n in names}, key=lambda n: order.get(n, -1))
+    every = sorted({n for names in said for n in names}, key=lambda n: order.get(n, -1))
     return NonFinite(
-        {n: tuple(rank for rank, names in enumerate(gathered) if n in names) for n in every},
+        {n: tuple(rank for rank, names in enumerate(said) if n in names) for n in every},
         len(named),
         {n: pipeline.stage_of(n) for n in every} if pipeline is not None else {},
     )

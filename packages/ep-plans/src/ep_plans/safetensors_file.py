@@ -5,6 +5,7 @@ The format is the public one: eight bytes with the header's length, the header a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -120,3 +121,13 @@ class FileWriter:
             if error is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+def flush(path: Path) -> None:
+    """Ask the file system to keep a file, or a directory's names (not possible everywhere)."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

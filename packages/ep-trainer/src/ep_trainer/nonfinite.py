@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
+from ep_mesh.world import gathered
 from ep_plans import find_nonfinite, parallel_state
 from ep_plans.stages import Passthrough
+from ep_trainer.optim import reshard
 
 ON_NONFINITE = ("stop", "skip", "ignore")
 
@@ -91,7 +91,7 @@ def tell(
 def _bad_losses(losses: Sequence[Tensor]) -> dict[int, list[int]]:
     """The micro-batches whose loss is not finite, by rank."""
     mine = [number for number, loss in enumerate(losses) if not bool(loss.isfinite().all())]
-    return {rank: bad for rank, bad in enumerate(_gathered(mine)) if bad}
+    return {rank: bad for rank, bad in enumerate(gathered(mine)) if bad}
 
 
 def _first_output(model: nn.Module, micro: int, forward: Callable[[int], Any]) -> str:
@@ -103,15 +103,13 @@ def _first_output(model: nn.Module, micro: int, forward: Callable[[int], Any]) -
             forward(micro)
     finally:
         model.train(training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
     state = parallel_state(model)
     pipeline = None if state is None else state.pipeline
     # Over stages children come before their parents: a layer is handed on by others, which know it by name.
     names = [name for name, _ in model.named_modules()] if pipeline is None else pipeline.modules
     order = {name: place for place, name in enumerate(names)}
-    found = [(names[0], rank) for rank, names in enumerate(_gathered(bad[:1])) if names]
+    found = [(names[0], rank) for rank, names in enumerate(gathered(bad[:1])) if names]
     if not found:
         return "and no module's output in a second forward"
     first = min((name for name, _ in found), key=lambda name: order.get(name, -1))
@@ -153,9 +151,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (list, tuple)):
         for part in output:
             yield from _tensors(part)
-
-
-def _gathered(mine: list[Any]) -> list[list[Any]]:
-    gathered: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    return gathered

@@ -1,9 +1,11 @@
-"""Optimizer groups: one per mesh."""
+"""What an optimizer is given: sharded parameters, a group per mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -24,3 +26,10 @@ def split_by_mesh(optimizer: Optimizer) -> None:
             by_mesh.setdefault(mesh, []).append(parameter)
         parts += [{**group, "params": parameters} for parameters in by_mesh.values()]
     optimizer.param_groups[:] = parts
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up gathered parameters: an optimizer must be given the sharded ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -39,7 +39,7 @@ from ep_trainer.data import (
 )
 from ep_trainer.meters.base import Collector, Meter
 from ep_trainer.numerics import Numerics
-from ep_trainer.optim import split_by_mesh
+from ep_trainer.optim import reshard, split_by_mesh
 from ep_trainer.pipeline import PipelineRunner
 from ep_trainer.watch import Watch, watched
 from ep_trainer.z_loss import RouterZLoss
@@ -319,13 +319,9 @@ class EPTrainer(CheckpointingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], _: Tensor | None, micro_batches: int
     ) -> Tensor:
         """This micro-batch's share of the shard's loss, which transformers would divide itself."""
-        items, smoother = self._items_in_step, self.label_smoother
-        if self._chunks_loss:
-            self.label_smoother = None  # the chunked loss smooths the labels itself
-        try:
+        items = self._items_in_step
+        with self._smoothing_left_to_chunks():
             loss: Any = super().compute_loss(model, inputs, num_items_in_batch=items)
-        finally:
-            self.label_smoother = smoother
         counted = items is not None and self.model_accepts_loss_kwargs
         scaled = counted or self.compute_loss_func is not None
         parts = 1 if scaled else micro_batches * self.current_gradient_accumulation_steps
@@ -340,13 +336,25 @@ class EPTrainer(CheckpointingTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """This shard's share of the loss, its auxiliary loss that of the global batch."""
-        if self._chunks_loss and model.training and self.label_smoother is not None:
-            # The chunked loss smooths the labels itself; without logits there is nothing else to do it.
-            smoother, self.label_smoother = self.label_smoother, None
-            try:
-                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            finally:
-                self.label_smoother = smoother
+        if model.training:
+            with self._smoothing_left_to_chunks():
+                return self._shards_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._shards_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @contextmanager
+    def _smoothing_left_to_chunks(self) -> Iterator[None]:
+        """A chunked loss smooths the labels itself; without logits there is nothing else to do it."""
+        smoother = self.label_smoother
+        if self._chunks_loss:
+            self.label_smoother = None
+        try:
+            yield
+        finally:
+            self.label_smoother = smoother
+
+    def _shards_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> Any:
         if self._computes_own_loss:
             self._loss_is_counted = num_items_in_batch is not None
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -544,10 +552,3 @@ class EPTrainer(CheckpointingTrainer):
         dist.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-
-def reshard(model: nn.Module) -> None:
-    """Give up gathered parameters: an optimizer must be given the sharded ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

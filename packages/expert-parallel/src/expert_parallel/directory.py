@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ep_plans.safetensors_file import flush
+
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(\.[^.]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
     r"|(model|pytorch_model)\.(safetensors|bin)\.index(\.[^.]+)?\.json"
@@ -78,7 +80,7 @@ def _exchanged(path: Path) -> Iterator[Path]:
         if new != path:
             shutil.rmtree(new, ignore_errors=True)
         raise
-    _flush(path.parent)
+    flush(path.parent)
 
 
 @contextmanager
@@ -102,7 +104,7 @@ def _filled_inside(path: Path) -> Iterator[Path]:
         if old.is_symlink() or not old.is_dir():
             old.unlink()
     new.rmdir()
-    _flush(path)
+    flush(path)
 
 
 def _must_stay(path: Path) -> bool:
@@ -193,13 +195,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _flush(directory: Path) -> None:
-    """Ask the file system to remember the renaming (not possible everywhere)."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

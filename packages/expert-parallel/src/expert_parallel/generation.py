@@ -226,28 +226,33 @@ def _share_random_state(mesh: ParallelMesh) -> None:
         torch.cuda.set_rng_state(share(torch.cuda.get_rng_state(mesh.device)), mesh.device)
 
 
+def _asked_for(
+    model: PreTrainedModel, kwargs: dict[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """The settings of these that are set, by an argument or by the generation config."""
+    config = kwargs.get("generation_config") or model.generation_config
+    values = {name: kwargs.get(name, getattr(config, name, None)) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _check_never_cropped(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """A rank with several stages counts tokens in caches that the caller can't shorten."""
-    config = kwargs.get("generation_config") or model.generation_config
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
-        value = kwargs.get(name, getattr(config, name, None))
-        if value is not None:
-            raise ValueError(
-                f"{name} takes tokens back, which a model with several stages per rank can't. Leave it "
-                "out, or use pp_schedule='1f1b'."
-            )
+    names = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+    for name in _asked_for(model, kwargs, names):
+        raise ValueError(
+            f"{name} takes tokens back, which a model with several stages per rank can't. Leave it "
+            "out, or use pp_schedule='1f1b'."
+        )
 
 
 def _check_same_steps(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    config = kwargs.get("generation_config") or model.generation_config
-    for name in ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_early_exit"):
-        value = kwargs.get(name, getattr(config, name, None))
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r} makes ranks with different batches run different numbers of "
-                "forwards, which would wait for each other. Leave it out, or use a layout with "
-                "fsdp_size=1."
-            )
+    names = ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_early_exit")
+    for name, value in _asked_for(model, kwargs, names).items():
+        raise ValueError(
+            f"{name}={value!r} makes ranks with different batches run different numbers of "
+            "forwards, which would wait for each other. Leave it out, or use a layout with "
+            "fsdp_size=1."
+        )
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise ValueError(

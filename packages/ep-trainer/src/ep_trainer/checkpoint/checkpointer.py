@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from ep_plans.safetensors_file import flush
 from ep_trainer.checkpoint.background import yield_to_others
 from ep_trainer.checkpoint.errors import CheckpointError, collect, exchange, settle
-from ep_trainer.checkpoint.files import flush, read_json, write_json
+from ep_trainer.checkpoint.files import read_json, write_json
 from ep_trainer.checkpoint.manifest import (
     Manifest,
     check_checkpoint,

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ep_mesh.world import gathered
+
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, incomplete, of another model or of another program.
@@ -31,10 +33,7 @@ def exchange(
     Costs one all-gather of objects.
     """
     mine = None if error is None else f"{type(error).__name__}: {error}"
-    said: list[Any] = [(value, mine)]
-    if dist.is_initialized():
-        said = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, (value, mine), group=group)
+    said = gathered((value, mine), group)
     if error is not None:
         raise error
     return _checked(said, what)

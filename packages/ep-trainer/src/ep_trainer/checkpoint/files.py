@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
@@ -34,16 +33,6 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing.") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: no JSON ({error}).") from error
-
-
-def flush(path: Path) -> None:
-    """Ask the file system to keep a file, or a directory's names (not possible everywhere)."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def crc32_of_file(path: Path) -> int:

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ep_plans.safetensors_file import flush
 from ep_trainer.checkpoint.errors import CheckpointError
-from ep_trainer.checkpoint.files import crc32_of_file, flush, read_json, write_json
+from ep_trainer.checkpoint.files import crc32_of_file, read_json, write_json
 from ep_trainer.checkpoint.storage import INDEX, SafetensorsReader
 
 MANIFEST = "manifest.json"

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ep_plans import parallel_state
+from ep_plans.shards import placed_like
 from ep_trainer.checkpoint.errors import CheckpointError
 from ep_trainer.low_bit import narrowed, widened
 
@@ -229,14 +230,7 @@ def _like_parameter(full: str, value: Tensor, parameter: Tensor) -> Tensor:
     if value.numel() == 1 and value.shape != parameter.to_local().shape:
         return value
     if value.shape == parameter.to_local().shape:
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return placed_like(parameter, value)
     raise CheckpointError(
         f"{full} of the optimizer has shape {tuple(value.shape)} on this rank, the parameter's part "
         f"{tuple(parameter.to_local().shape)}: state that is neither a value per element nor one per "

@@ -34,7 +34,6 @@ class Timeline:
     carried: float = 0.0
     launches: int = 0
     _gathers: deque[float] = field(default_factory=deque)
-    _behind: deque[float] = field(default_factory=deque)
 
     def kernels(self, number: int, seconds: float) -> None:
         """Launch kernels that take so long together."""
@@ -43,8 +42,8 @@ class Timeline:
         self.compute = max(self.compute, self.host) + seconds
         self.busy += seconds
 
-    def collective(self, seconds: float, how: Carried, *, later: bool = False) -> None:
-        """Launch a collective. `later`: the program waits for it by `arrive`."""
+    def collective(self, seconds: float, how: Carried) -> None:
+        """Launch a collective."""
         self._launch(1)
         self.carried += seconds
         if how == "gather":
@@ -59,15 +58,7 @@ class Timeline:
                 self.link += seconds
                 pending = [end + seconds if end > begin else end for end in self._gathers]
                 self._gathers = deque(pending)
-            if later:
-                self._behind.append(done)
-            else:
-                self._wait(done)
-
-    def arrive(self) -> None:
-        """Wait for the oldest of the collectives that are waited for later."""
-        if self._behind:
-            self._wait(self._behind.popleft())
+            self._wait(done)
 
     def gathered(self) -> None:
         """Wait for the oldest gather."""

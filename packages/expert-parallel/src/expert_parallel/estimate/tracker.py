@@ -66,7 +66,6 @@ class Tracker(TorchDispatchMode):
         self._running = 0
         self._forward = 0
         self._next_is_fsdp = False
-        self._later = False
 
     def begin(self, timeline: Timeline | None) -> None:
         """Begin to count; memory that lives stays."""
@@ -122,15 +121,6 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self._running += 1
-
-    @contextmanager
-    def waited_for_later(self) -> Iterator[None]:
-        """The program waits for the collectives that begin inside by `Timeline.arrive`."""
-        self._later = True
-        try:
-            yield
-        finally:
-            self._later = False
 
     def run_kernel(self, read: float, written: float, kernels: int, dtype: torch.dtype) -> None:
         """Count kernels that torch does not see."""
@@ -217,7 +207,7 @@ class Tracker(TorchDispatchMode):
             how: Carried = "waited_for"
             if fsdp or (call.kind == "all_reduce" and call.axis.startswith("dp_replicate")):
                 how = "gather" if call.kind == "all_gather" else "reduce"
-            self.timeline.collective(seconds, how, later=self._later)
+            self.timeline.collective(seconds, how)
 
     def _axis(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self._axes:
