@@ -67,18 +67,22 @@ def real_step(rank: int, sizes: dict[str, Any], checkpointing: bool) -> Step:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_simulated_as_run(ranks: RankPool, name: str, all_layouts: bool) -> None:
-    """Same collectives to the byte; the peak of each phase within 2 %: gloo's own buffers."""
+    """Same collectives to the byte; the peak of each phase within 2 %: gloo's own buffers.
+
+    A thread of gloo may hold what it sent a moment longer, so a peak is the lowest of three runs.
+    """
     if name not in SAMPLE and not all_layouts:
         pytest.skip("with --all-layouts")
     for checkpointing in (True, False) if all_layouts else (True,):
-        real = ranks.run(real_step, LAYOUTS[name], checkpointing, world=4)[0]
+        runs = [ranks.run(real_step, LAYOUTS[name], checkpointing, world=4)[0] for _ in range(3)]
         found = simulate(setting(LAYOUTS[name], checkpointing))
-        assert found.sent == real.sent
-        assert found.calls == real.calls
-        assert found.steady == real.steady
+        for real in runs:
+            assert found.sent == real.sent
+            assert found.calls == real.calls
+            assert found.steady == real.steady
         for phase in ("forward", "backward", "clip", "optimizer"):
-            total, expected = found.peaks[phase].total, real.peaks[phase].total
-            assert total == pytest.approx(expected, rel=0.02), phase
+            expected = min(real.peaks[phase].total for real in runs)
+            assert found.peaks[phase].total == pytest.approx(expected, rel=0.02), phase
 
 
 def estimated(rank: int = 0) -> str:
