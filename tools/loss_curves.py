@@ -1,8 +1,8 @@
 """Loss curves of the demo's model and text in several layouts, beside one process's, as a picture.
 
-`python tools/loss_curves.py [--full] [--folder FOLDER]` trains 30 steps (300 with `--full`) in each layout, one after the
-other, in processes of its own. Each curve is kept in FOLDER as JSON and is not measured again, so that a
-run that was stopped goes on. `--full` draws docs/loss-curves.png.
+`python tools/loss_curves.py [--full] [--folder FOLDER]` trains 30 steps (300 with `--full`, in float32 and
+in float64) in each layout, one after the other, in processes of its own. Each curve is kept in FOLDER as
+JSON and is not measured again, so that a run that was stopped goes on. `--full` draws docs/loss-curves.png.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Settings:
         batch: samples of a step, over all data shards.
         length: tokens of a sample.
         rate: the peak of the learning rate, after a twentieth of the steps; a cosine to 0.
+        dtype: of weights, gradients and optimizer states, by its name in torch.
     """
 
     steps: int
     batch: int = 16
     length: int = 32
     rate: float = 2e-3
+    dtype: str = "float32"
 
 
 def train(rank: int, prepared: str, sizes: dict[str, Any], settings: Settings) -> list[float]:
@@ -65,7 +67,9 @@ def train(rank: int, prepared: str, sizes: dict[str, Any], settings: Settings) -
     config = transformers.AutoConfig.from_pretrained(prepared)
     # Over stages it is the mean of the micro-batches' auxiliary losses, which is another number.
     config.output_router_logits = False
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, settings.dtype)
+    )
     layout = DistributedConfig(**sizes)
     ids = torch.load(Path(prepared) / "ids.pt")
     rows = ids[: len(ids) // settings.length * settings.length].view(-1, settings.length)
@@ -131,7 +135,10 @@ def curves(names: tuple[str, ...], settings: Settings, folder: Path) -> dict[str
 
 def kept_file(folder: Path, name: str, settings: Settings) -> Path:
     """Where the curve of a layout is kept."""
-    return folder / f"{name.replace(', ', '-').replace(' ', '-')}-{settings.steps}.json"
+    return (
+        folder
+        / f"{name.replace(', ', '-').replace(' ', '-')}-{settings.steps}-{settings.dtype}.json"
+    )
 
 
 def differences(found: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -250,7 +250,10 @@ def crossing_rows(rank: int, sizes: Sizes, ep: int) -> list[int]:
 
 
 def decode_times(rank: int, sizes: Sizes, tokens: int, repeats: int = 30) -> list[float]:
-    """Seconds of transformers' `all_reduce` and of ours on a shared batch, without gradients."""
+    """Seconds of transformers' `all_reduce` and of ours on a shared batch, then this rank's CPU seconds.
+
+    Without gradients.
+    """
     from transformers.distributed.expert_parallel import AllReduceEP
 
     from ep_dispatch import AllReduce
@@ -266,13 +269,20 @@ def decode_times(rank: int, sizes: Sizes, tokens: int, repeats: int = 30) -> lis
         tp_group=group,
         experts=experts,
     )
-    hidden, ids, weights, _ = inputs(0, replace(sizes, tokens=tokens))
+    given = inputs(0, replace(sizes, tokens=tokens))[:3]
     with torch.no_grad():
-        work = [
-            lambda f=f: f(hidden, ids, weights)
-            for f in (AllReduceEP(experts, ep_mesh, ep_mesh), ours)
-        ]
-        return timed(rank, work, repeats)
+        layers = AllReduceEP(experts, ep_mesh, ep_mesh), ours
+        work = [functools.partial(layer, *given) for layer in layers]
+        return [*timed(rank, work, repeats), *(cpu_seconds(one, repeats) for one in work)]
+
+
+def cpu_seconds(work: Callable[[], object], repeats: int) -> float:
+    """CPU seconds of this process for one piece of work: what it waits for doesn't count."""
+    dist.barrier()
+    start = time.process_time()
+    for _ in range(repeats):
+        work()
+    return (time.process_time() - start) / repeats
 
 
 def wire_errors(rank: int, sizes: Sizes) -> dict[str, list[float]]:
