@@ -8,6 +8,7 @@ JSON and is not measured again, so that a run that was stopped goes on. `--full`
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import sys
@@ -67,9 +68,12 @@ def train(rank: int, prepared: str, sizes: dict[str, Any], settings: Settings) -
     config = transformers.AutoConfig.from_pretrained(prepared)
     # Over stages it is the mean of the micro-batches' auxiliary losses, which is another number.
     config.output_router_logits = False
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, settings.dtype)
-    )
+    dtype = getattr(torch, settings.dtype)
+    # The products that transformers takes by itself know no float64.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **experts)
+    if dtype == torch.float64:
+        norm_exactly(model)
     layout = DistributedConfig(**sizes)
     ids = torch.load(Path(prepared) / "ids.pt")
     rows = ids[: len(ids) // settings.length * settings.length].view(-1, settings.length)
@@ -101,6 +105,22 @@ def train(rank: int, prepared: str, sizes: dict[str, Any], settings: Settings) -
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def norm_exactly(model: Any) -> None:
+    """Norms in the dtype of their input.
+
+    The model's own round to float32: where ranks share a key's head, the parts of its gradient before
+    they are added up, in one process their sum.
+    """
+    from torch.nn.functional import rms_norm
+
+    def forward(norm: Any, hidden: Any) -> Any:
+        return rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = functools.partial(forward, module)
 
 
 def curves(names: tuple[str, ...], settings: Settings, folder: Path) -> dict[str, list[float]]:
