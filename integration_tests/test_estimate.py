@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,13 +29,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "enable_sequence_parallel": True,
     },
     "tp4 ep4 all_reduce": {"tp_size": 4, "ep_size": 4, "ep_implementation": "all_reduce"},
+    "pp2 fsdp2 ep2": {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    "pp2 tp2 ep2 interleaved": {
+        "pp_size": 2,
+        "tp_size": 2,
+        "ep_size": 2,
+        "pp_schedule": "interleaved_1f1b",
+        "pp_micro_batches": 2,
+    },
 }
-SAMPLE = ("tp2 fsdp2 ep4", "tp4 ep4 all_reduce")
+SAMPLE = ("tp2 fsdp2 ep4", "tp4 ep4 all_reduce", "pp2 fsdp2 ep2")
 
 
 def setting(sizes: dict[str, Any], checkpointing: bool = True, routing: Any = "zipf") -> Setting:
     return Setting(
-        model=qwen3_moe(hidden_size=64, moe_intermediate_size=64, vocab_size=256),
+        model=qwen3_moe(
+            hidden_size=64, moe_intermediate_size=64, vocab_size=256, num_hidden_layers=4
+        ),
         config=DistributedConfig(**sizes),
         sequence_length=48,
         micro_batch=2,
@@ -69,20 +80,23 @@ def real_step(rank: int, sizes: dict[str, Any], checkpointing: bool) -> Step:
 def test_simulated_as_run(ranks: RankPool, name: str, all_layouts: bool) -> None:
     """Same collectives to the byte; the peak of each phase within 2 %: gloo's own buffers.
 
-    A thread of gloo may hold what it sent a moment longer, so a peak is the lowest of three runs.
+    3 % with stages, whose messages live until they have arrived. A thread of gloo may hold what it sent a moment longer, so a peak is the lowest of three runs.
     """
     if name not in SAMPLE and not all_layouts:
         pytest.skip("with --all-layouts")
     for checkpointing in (True, False) if all_layouts else (True,):
-        runs = [ranks.run(real_step, LAYOUTS[name], checkpointing, world=4)[0] for _ in range(3)]
-        found = simulate(setting(LAYOUTS[name], checkpointing))
-        for real in runs:
-            assert found.sent == real.sent
-            assert found.calls == real.calls
-            assert found.steady == real.steady
-        for phase in ("forward", "backward", "clip", "optimizer"):
-            expected = min(real.peaks[phase].total for real in runs)
-            assert found.peaks[phase].total == pytest.approx(expected, rel=0.02), phase
+        given = setting(LAYOUTS[name], checkpointing)
+        runs = [ranks.run(real_step, LAYOUTS[name], checkpointing, world=4) for _ in range(3)]
+        near = 0.02 if given.config.pp_size == 1 else 0.03
+        for rank in given.config.layout.group("pp", 0):
+            found = simulate(replace(given, rank=rank))
+            for real in (run[rank] for run in runs):
+                assert found.sent == real.sent
+                assert found.calls == real.calls
+                assert found.steady == real.steady
+            for phase in ("forward", "backward", "clip", "optimizer"):
+                expected = min(run[rank].peaks[phase].total for run in runs)
+                assert found.peaks[phase].total == pytest.approx(expected, rel=near), (rank, phase)
 
 
 def estimated(rank: int = 0) -> str:

@@ -58,6 +58,7 @@ def test_kinds_of_layers() -> None:
     [
         ({"tp_size": 2, "fsdp_size": 2, "ep_size": 4, "enable_sequence_parallel": True}, True),
         ({"fsdp_size": 4, "ep_size": 2}, False),
+        ({"pp_size": 2, "fsdp_size": 2, "ep_size": 2}, True),
     ],
 )
 def test_a_few_layers_tell_all(sizes: dict[str, int], checkpointing: bool) -> None:
@@ -91,6 +92,30 @@ def test_a_few_layers_tell_all(sizes: dict[str, int], checkpointing: bool) -> No
         assert a.sent_bytes == pytest.approx(b.sent_bytes, rel=0.05)
 
 
+def test_a_pipeline_is_as_slow_as_its_slowest_place() -> None:
+    model = tiny(num_hidden_layers=4)
+    found, more = (
+        estimate(
+            model,
+            DistributedConfig(pp_size=2, pp_micro_batches=count),
+            sequence_length=64,
+        )
+        for count in (4, 8)
+    )
+    assert found.tokens_per_batch == 4 * 64
+    assert found.settings["pp_micro_batches"] == 4
+    rate = found.tokens_per_batch / found.time.seconds / 2
+    assert found.unique_tokens_per_second_per_device == pytest.approx(rate)
+    assert more.unique_tokens_per_second_per_device > found.unique_tokens_per_second_per_device
+    # One wait for the other place: a quarter of what it computes for 4, an eighth for 8.
+    for one, count in ((found, 4), (more, 8)):
+        assert 0.9 < one.time.bubble * count / (one.time.seconds - one.time.bubble) <= 1
+    # The first place holds two micro-batches at a time, however many there are.
+    assert more.phases["forward"].bytes - found.phases["forward"].bytes < 4 * 4 * 64 * 64
+    sent = {(t.axis, t.kind): t.calls for t in found.traffic}
+    assert sent["pp", "send"] in (4, 5)
+
+
 def test_layouts_are_those_of_the_rules() -> None:
     found = [Layout(**{k.removesuffix("_size"): v for k, v in s.items()}) for s in layouts_of(8)]
     assert len(set(found)) == len(found)
@@ -122,6 +147,13 @@ def test_search() -> None:
     assert replicated.static_bytes == 4 * 2 * sum(map(math.prod, shapes))
     again = exactly(replicated, tiny(num_hidden_layers=2))
     assert again.estimate.peak == replicated.estimate.peak
+
+
+def test_pipelines_if_asked_for_or_if_nothing_else_fits() -> None:
+    asked = run(pipelines=True)
+    assert not asked.not_estimated
+    least = {layout_text(c.config): c.estimate.peak.bytes for c in reversed(asked.choices)}
+    assert "pp=2" in least
 
 
 def test_what_does_not_fit_is_told_by_reason() -> None:

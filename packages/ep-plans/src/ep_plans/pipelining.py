@@ -154,7 +154,7 @@ class _Stage(nn.Module):
         return self._held[0].parameters(recurse)
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor | tuple[Tensor, ...]:
-        micro_batch = int(index)
+        micro_batch = int(index.storage_offset())  # of a chunk of `arange`: its value is not read
         try:
             return self.run(self.number, received, micro_batch)
         except Exception as error:

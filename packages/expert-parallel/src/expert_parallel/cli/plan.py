@@ -352,6 +352,7 @@ def show_search(
     sequence_length: int,
     html: Path | None,
     exact: bool,
+    pipelines: bool | None,
     most: int,
 ) -> None:
     """Print every layout that fits, and write the page."""
@@ -368,6 +369,7 @@ def show_search(
         memory_bytes=size,
         dtype=dtype,
         device=device,
+        pipelines=pipelines,
     )
     if exact:
         first = [exactly(choice, given) for choice in found.choices[:_VERIFIED]]
@@ -441,6 +443,13 @@ def plan(
             "--exact", help="Simulate all layers of the first three.", rich_help_panel=_SEARCH
         ),
     ] = False,
+    pipelines: Annotated[
+        bool | None,
+        typer.Option(
+            help="Estimate layouts with stages too; default: if no other fits.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
 ) -> None:
     """Show who holds and sends what: the picture, the plan, memory and traffic, broken rules.
 
@@ -478,11 +487,14 @@ def plan(
             sequence_length=sequence_length,
             html=html,
             exact=exact,
+            pipelines=pipelines,
             most=top,
         )
         return
-    if memory is not None or html is not None or exact:
-        raise ValueError("--memory, --html and --exact belong to a search: add --gpus.")
+    if memory is not None or html is not None or exact or pipelines is not None:
+        raise ValueError(
+            "--memory, --html, --exact and --pipelines belong to a search: add --gpus."
+        )
     with torch.no_grad():
         built = build_on_meta(read_config(model))
     with options.world_of(processes):

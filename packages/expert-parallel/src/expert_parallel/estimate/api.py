@@ -21,9 +21,9 @@ from ep_mesh import DistributedConfig
 from expert_parallel.meta import read_config
 
 from .devices import Device, device_of
+from .pipelines import step_of
 from .report import Estimate, estimate_of
 from .routing import RoutingModel, check_routing_model
-from .sampling import step_of
 from .simulate import Setting
 
 _KNOWN = (AllToAll, AllReduce, Auto)
@@ -54,7 +54,7 @@ def estimate(
         model: a config of transformers; or a folder, a model type, or a name on the hub.
         config: the layout, or a dict of its fields.
         sequence_length: tokens of a sequence.
-        micro_batch: sequences of a rank's batch.
+        micro_batch: sequences of a rank's batch; of a pipeline, of each of its micro-batches.
         gradient_checkpointing: whether each layer runs again in backward.
         dtype: of parameters, gradients and optimizer states.
         routing: how tokens choose experts, see `RoutingModel`: "balanced", "multinomial", "zipf".
@@ -67,10 +67,11 @@ def estimate(
 
     Raises:
         ValueError: the arguments fit neither each other nor the model; an `ep_implementation` that can't
-            be simulated; FSDP2's CPU offload or pipeline stages.
+            be simulated; FSDP2's CPU offload; the `zero_bubble` schedule.
         RuntimeError: the simulation in another process failed.
 
-    Costs seconds of one core: 10 for 48 layers of Qwen3-30B-A3B. Where `torch.distributed` runs, the
+    Costs seconds of one core: 10 for 48 layers of Qwen3-30B-A3B; a pipeline as many times that as it has
+    micro-batches. Where `torch.distributed` runs, the
     simulation runs in a process of its own, and the running groups are not touched.
     """
     layout = config if isinstance(config, DistributedConfig) else DistributedConfig(**config)
@@ -92,7 +93,7 @@ def estimate(
     )
     if dist.is_initialized():
         return _elsewhere(setting)
-    return estimate_of(setting, step_of(setting))
+    return estimate_of(setting, step_of(setting)[0])
 
 
 def check_sizes(sequence: int, batch: int, dtype: torch.dtype) -> None:
@@ -113,10 +114,10 @@ def _check(
         raise ValueError(
             f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."
         )
-    if config.pp_size > 1:
+    if config.pp_size > 1 and config.pp_schedule == "zero_bubble":
         raise ValueError(
-            f"pipeline stages can't be simulated yet, got pp_size={config.pp_size}; estimate one stage "
-            "as a model of its layers."
+            "pp_schedule='zero_bubble' can't be simulated: how it fills the bubble is not told. Estimate "
+            "'1f1b' or 'interleaved_1f1b'."
         )
     if config.fsdp_cpu_offload:
         raise ValueError(

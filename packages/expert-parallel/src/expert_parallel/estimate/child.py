@@ -6,8 +6,8 @@ import os
 import pickle
 import sys
 
+from .pipelines import step_of
 from .report import Estimate, estimate_of
-from .sampling import step_of
 from .search import answer_of
 from .simulate import Setting
 
@@ -26,7 +26,7 @@ def main() -> None:
 
 def _one(setting: Setting) -> tuple[ValueError | None, Estimate | None]:
     try:
-        return None, estimate_of(setting, step_of(setting))
+        return None, estimate_of(setting, step_of(setting)[0])
     except ValueError as error:
         return error, None
 

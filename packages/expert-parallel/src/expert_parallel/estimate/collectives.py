@@ -15,7 +15,7 @@ from ._compat import group_named
 from .operators import tensors_of
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_AXES = ("dp_replicate", "fsdp", "fsdp_tp", "efsdp", "tp", "ep", "dp", "world")
+_AXES = ("dp_replicate", "fsdp", "fsdp_tp", "efsdp", "tp", "ep", "pp", "dp", "world")
 _KINDS = (
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),
@@ -25,15 +25,16 @@ _KINDS = (
     ("allgather", "all_gather"),
     ("all_gather", "all_gather"),
     ("broadcast", "broadcast"),
+    ("send", "send"),
 )
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of this rank.
+    """One collective of this rank, or a message that it sends.
 
     Attributes:
-        kind: all_gather, all_to_all, ...
+        kind: all_gather, all_to_all, send, ...
         axis: the axes of the layout whose groups have these ranks.
         sent: bytes to each rank of the group, in its order; a ring's share where all send alike.
         ranks: the group.
@@ -55,7 +56,7 @@ class Call:
                     if other // per_node == node
                     else (inside, outside + size)
                 )
-        if outside and self.kind != "all_to_all":
+        if outside and self.kind not in ("all_to_all", "send"):
             # A ring of a node's ranks leaves it once: each of them carries its part.
             nodes = len({other // per_node for other in self.ranks})
             here = len(self.ranks) // nodes
@@ -76,6 +77,10 @@ def call_of(
     ranks = tuple(dist.get_process_group_ranks(group))
     if len(ranks) == 1:
         return None
+    if kind == "send":
+        size = float(sum(x.nbytes for x in tensors_of(args)))
+        sent = tuple(size if place == args[2] else 0.0 for place in range(len(ranks)))
+        return Call(kind, axis(ranks), sent, ranks)
     return Call(kind, axis(ranks), _sent(func, kind, args, result, len(ranks)), ranks)
 
 

@@ -10,13 +10,15 @@ from typing import Any
 from .devices import GIB, Device
 from .memory import KINDS, Peak
 from .simulate import Setting, Step
+from .stages import micro_batches
 
 ASSUMPTIONS = (
-    "one rank is simulated, the first; with unbalanced routing others may hold more rows",
+    "one rank is simulated, of a pipeline one of each place; with unbalanced routing others may hold more",
     "memory is that of tensors: no fragmentation, cuBLAS workspaces, NCCL buffers, CUDA context",
     "operators run at the stated shares of the device's peaks, and read and write each byte once",
     "the host launches one kernel after the other; Triton is installed",
     "FSDP2's collectives run beside kernels on one link; those of TP and EP are waited for",
+    "a pipeline is as slow as its slowest place, and waits P - 1 micro-batches beside its M",
 )
 
 
@@ -51,7 +53,7 @@ class Traffic:
 
     Attributes:
         axis: of the layout; several, joined by `=`, where they are the same ranks.
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast; send: from stage to stage.
         calls: how many.
         sent_bytes: what the rank sends; in a ring of P ranks (P - 1) / P of what is gathered or
             reduce-scattered, twice that for an all-reduce.
@@ -74,8 +76,9 @@ class StepTime:
         host_exposed: what the device waits for the host.
         host: what the host needs to launch everything.
         link: all collectives, also those beside kernels.
-        bottleneck: what costs most: `kernels: matrix products`, `kernels: memory traffic`, `links` or
-            `host`.
+        bubble: what the device waits for other places of its pipeline.
+        bottleneck: what costs most: `kernels: matrix products`, `kernels: memory traffic`, `links`,
+            `host` or `pipeline bubble`.
         slowest: the operators that cost most, with their seconds.
     """
 
@@ -85,6 +88,7 @@ class StepTime:
     host_exposed: float
     host: float
     link: float
+    bubble: float
     bottleneck: str
     slowest: Mapping[str, float]
 
@@ -109,9 +113,9 @@ class Estimate:
         kernels: launches of each phase.
         host_reads: how often the host waits for a number from the device.
         time: of the step.
-        tokens_per_batch: tokens of a rank's batch.
+        tokens_per_batch: tokens of a rank's batch, all micro-batches of a pipeline together.
         tokens_per_second_per_device: counted as every rank's own, so a batch that a TP group shares
-            counts once for each of its ranks.
+            counts once for each of its ranks; a batch of a pipeline counts once for all its places.
         unique_tokens_per_second_per_device: each batch counted once.
         flops_share: FLOPs in the step's time over the device's peak.
         assumptions: what the numbers rest on.
@@ -152,8 +156,8 @@ def estimate_of(setting: Setting, step: Step) -> Estimate:
     timeline = step.timeline
     assert timeline is not None, "a fake step has a timeline"
     peak = max(step.peaks.values(), key=lambda one: one.total)
-    tokens = setting.micro_batch * setting.sequence_length
-    rate = tokens / step.total
+    tokens = setting.micro_batch * setting.sequence_length * micro_batches(setting.config)
+    rate = tokens / step.total / setting.config.pp_size
     time = StepTime(
         seconds=step.total,
         kernels=timeline.busy,
@@ -161,6 +165,7 @@ def estimate_of(setting: Setting, step: Step) -> Estimate:
         host_exposed=timeline.waited_for_host,
         host=timeline.launches * setting.device.launch_seconds,
         link=timeline.carried,
+        bubble=step.bubble,
         bottleneck=_bottleneck(setting, step),
         slowest=dict(sorted(step.seconds.items(), key=lambda item: -item[1])[:10]),
     )
@@ -175,6 +180,7 @@ def estimate_of(setting: Setting, step: Step) -> Estimate:
         settings={
             "sequence_length": setting.sequence_length,
             "micro_batch": setting.micro_batch,
+            "pp_micro_batches": micro_batches(setting.config),
             "gradient_checkpointing": setting.gradient_checkpointing,
             "dtype": str(setting.dtype).removeprefix("torch."),
             "routing": setting.routing,
@@ -211,5 +217,6 @@ def _bottleneck(setting: Setting, step: Step) -> str:
         "kernels: memory traffic": step.timeline.busy - products,
         "links": step.timeline.waited_for_link,
         "host": step.timeline.waited_for_host,
+        "pipeline bubble": step.bubble,
     }
     return max(parts, key=lambda name: parts[name])

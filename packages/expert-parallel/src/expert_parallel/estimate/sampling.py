@@ -27,11 +27,6 @@ _COUNTED = ("steady", "sent", "calls", "flops", "seconds", "moved", "kernels")
 _CLOCKS = ("busy", "waited_for_link", "waited_for_host", "carried", "launches")
 
 
-def step_of(setting: Setting) -> Step:
-    """The step, from all layers or, if the setting says so, from a few."""
-    return simulate_sampled(setting)[0] if setting.sampled else simulate(setting)
-
-
 def sampled_layers(kinds: Sequence[Sequence[int]]) -> tuple[list[int], list[tuple[list[int], int]]]:
     """Which layers the base keeps; and for each kind with more: those of its longer step, and its layers left out."""
     base = sorted({number for kind in kinds for number in (kind[0], kind[-1])})
@@ -57,7 +52,7 @@ def simulate_sampled(
 
     def run(kept: list[int]) -> Step:
         step = simulated(replace(setting, layers=tuple(kept)))
-        return replace(step, places=_renumbered(step.places, name, kept))
+        return replace(step, places=renumbered(step.places, name, kept))
 
     short = run(base)
     return extrapolated(short, [(run(kept), number) for kept, number in longer]), True
@@ -104,10 +99,11 @@ def extrapolated(base: Step, longer: Sequence[tuple[Step, int]]) -> Step:
         host_reads=round(line(lambda step: step.host_reads)),
         timeline=timeline,
         total=line(lambda step: step.total),
+        bubble=line(lambda step: step.bubble),
     )
 
 
-def _renumbered(
+def renumbered(
     places: Mapping[tuple[str, str], Peak], layers: str, kept: Sequence[int]
 ) -> dict[tuple[str, str], Peak]:
     """Places with the numbers that the layers have in the whole model."""

@@ -33,10 +33,10 @@ from expert_parallel.meta import build_on_meta, read_config
 from .api import check_sizes
 from .devices import GIB, Device, device_of
 from .layers import find_layers
+from .pipelines import step_of
 from .report import NOT_COUNTED, Estimate, estimate_of
 from .routing import RoutingModel, check_routing_model
-from .sampling import simulate_sampled
-from .simulate import Setting, simulate
+from .simulate import Setting
 
 _TENSORS = 4  # of each parameter: itself, its gradient, two states of AdamW
 
@@ -91,7 +91,8 @@ class Found:
     Attributes:
         choices: layouts that fit, most unique tokens/s/device first.
         refused: layouts that don't.
-        not_estimated: layouts that may fit, but whose step can't be simulated; their static bytes fit.
+        not_estimated: layouts that may fit, but whose step was not or can't be simulated; their static
+            bytes fit.
         memory_bytes: of a device, `reserved_bytes` of it for what is not counted.
     """
 
@@ -126,12 +127,13 @@ def search(
     device: str | Device = "h100",
     seed: int = 0,
     processes: int | None = None,
+    pipelines: bool | None = None,
 ) -> Found:
     """Estimate a training step in every layout of `devices` devices.
 
     Layouts: all sizes of tp, fsdp, dp_replicate, ep and pp whose product fits, with sequence parallelism
     where TP allows it, `all_reduce` beside `all_to_all` where an EP group shares a batch, with and without
-    gradient checkpointing. Pipeline stages are not simulated: `Found.not_estimated` has them.
+    gradient checkpointing. A pipeline (1F1B) takes `2 * pp_size` micro-batches a step.
 
     Args:
         model: a config of transformers; or a folder, a model type, or a name on the hub.
@@ -145,12 +147,14 @@ def search(
         seed: of the routing.
         processes: that simulate; None: the cores at hand, 4 at most. Where `torch.distributed` runs none
             of them is this one.
+        pipelines: whether layouts with pipeline stages are estimated too; None: where no other fits. Else
+            `Found.not_estimated` has them.
 
     Raises:
         ValueError: the arguments don't fit.
         RuntimeError: a process that simulates failed.
 
-    Costs 1 to 2 seconds of a core for each step of a layout and kind of layer.
+    Costs 1 to 2 seconds of a core for each step of a layout and kind of layer; PIPECOST.
     """
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}.")
@@ -169,6 +173,7 @@ def search(
     built = build_on_meta(copy.deepcopy(config))
     limit = memory - NOT_COUNTED
     tasks: list[Task] = []
+    staged: list[Task] = []
     refused: list[Refused] = []
     waiting: list[Refused] = []
     for layout, static in _planned(built, devices, dtype.itemsize, refused):
@@ -181,9 +186,6 @@ def search(
                     static,
                 )
             )
-        elif layout.pp_size > 1:
-            told = "pipeline stages are not simulated"
-            waiting.append(Refused(layout_text(layout), told, told, static))
         else:
             setting = Setting(
                 model=config,
@@ -197,12 +199,24 @@ def search(
                 seed=seed,
                 experts_recompute="none",
             )
-            tasks.append(Task(setting, static, limit))
+            (staged if layout.pp_size > 1 else tasks).append(Task(setting, static, limit))
     choices: list[Choice] = []
-    for more, no, unknown in run_tasks(tasks, processes):
-        choices += more
-        refused += no
-        waiting += unknown
+
+    def run(some: list[Task]) -> None:
+        for more, no, unknown in run_tasks(some, processes):
+            choices.extend(more)
+            refused.extend(no)
+            waiting.extend(unknown)
+
+    run(tasks)
+    if pipelines or (pipelines is None and not choices):
+        run(staged)
+    else:
+        told = "pipelines are estimated if asked for, or if nothing else fits"
+        waiting += [
+            Refused(layout_text(task.setting.config), told, told, task.static_bytes)
+            for task in staged
+        ]
     choices.sort(
         key=lambda choice: (-choice.estimate.unique_tokens_per_second_per_device, choice.code)
     )
@@ -373,13 +387,13 @@ def estimated(setting: Setting) -> tuple[Setting, Estimate, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names in transformers that are on their way out
         try:
-            step, extrapolated = simulate_sampled(setting)
+            step, extrapolated = step_of(replace(setting, sampled=True))
         except ValueError:
             if not setting.config.enable_sequence_parallel:
                 raise
             plain = replace(setting.config, enable_sequence_parallel=False)
             setting = replace(setting, config=plain)
-            step, extrapolated = simulate_sampled(setting)
+            step, extrapolated = step_of(replace(setting, sampled=True))
     return setting, estimate_of(setting, step), extrapolated
 
 
@@ -398,7 +412,7 @@ def exactly(choice: Choice, model: PreTrainedConfig) -> Choice:
         seed=given.settings["seed"],
         experts_recompute=choice.experts_recompute,
     )
-    return replace(choice, estimate=estimate_of(setting, simulate(setting)), extrapolated=False)
+    return replace(choice, estimate=estimate_of(setting, step_of(setting)[0]), extrapolated=False)
 
 
 def run_tasks(

@@ -1,4 +1,8 @@
-"""One training step of one rank on tensors without memory."""
+"""One training step of one rank on tensors without memory.
+
+Of a pipeline, one of its ranks runs all its micro-batches, and nobody waits for the others; `pipelines`
+puts its places together.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from .layers import keep_layers
 from .memory import Peak
 from .routes import Routes
 from .routing import RoutingModel
+from .stages import bubble_share, run_stages
 from .timeline import Timeline
 from .tracker import Tracker
 
@@ -68,6 +73,7 @@ class Step:
         host_reads: how often the host waited for a number.
         timeline: the clocks; None if no time was told.
         total: seconds.
+        bubble: those of them in which a place of a pipeline waits for the others.
     """
 
     steady: dict[str, int]
@@ -84,6 +90,7 @@ class Step:
     host_reads: int
     timeline: Timeline | None
     total: float
+    bubble: float = 0.0
 
 
 def simulate(setting: Setting) -> Step:
@@ -162,11 +169,17 @@ def run_step(model: nn.Module, tracker: Tracker, setting: Setting, parameters: i
 
     timeline = Timeline(setting.device) if tracker.fake is not None else None
     tracker.begin(timeline)
-    memory.enter("forward")
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    memory.enter("backward")
-    loss.backward()
-    del loss
+    bubble = 0.0
+    if setting.config.pp_size > 1:
+        run_stages(model, tracker, ids)
+        if timeline is not None:
+            bubble = timeline.end() * bubble_share(setting.config)
+    else:
+        memory.enter("forward")
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        memory.enter("backward")
+        loss.backward()
+        del loss
     for parameter in model.parameters():
         if parameter.grad is not None:
             memory.set_kind(parameter.grad, "gradients")
@@ -192,7 +205,8 @@ def run_step(model: nn.Module, tracker: Tracker, setting: Setting, parameters: i
         kernels=dict(tracker.kernels),
         host_reads=tracker.host_reads,
         timeline=timeline,
-        total=0.0 if timeline is None else timeline.end(),
+        total=0.0 if timeline is None else timeline.end() + bubble,
+        bubble=bubble,
     )
 
 

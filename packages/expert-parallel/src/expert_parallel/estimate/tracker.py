@@ -31,7 +31,7 @@ from ._compat import (
     in_backward,
     quiet_propagation,
 )
-from .collectives import NAMESPACES, Call, axis_of, call_of
+from .collectives import NAMESPACES, axis_of, call_of
 from .memory import Kind, Memory
 from .operators import Cost, cost_of, tensors_of
 from .timeline import Carried, Timeline
@@ -142,6 +142,9 @@ class Tracker(TorchDispatchMode):
         if namespace in NAMESPACES:
             if name == "wait_tensor":
                 return result
+            if name == "recv_":
+                self._mark(False, "recv", args, result)
+                return result
             self._collect(func, args, result)
         else:
             self._follow(func, name, namespace, args, kwargs, result)
@@ -200,12 +203,13 @@ class Tracker(TorchDispatchMode):
         key = call.axis, call.kind
         self.calls[key] += 1
         self.sent[key] += round(sent)
-        self._mark(call, fsdp, args, result)
+        self._mark(fsdp, call.kind, args, result)
         if self.timeline is not None:
             device = self.timeline.device
             seconds = device.link_time(*call.split(self.mesh.rank, device.devices_per_node))
             how: Carried = "waited_for"
-            if fsdp or (call.kind == "all_reduce" and call.axis.startswith("dp_replicate")):
+            beside = call.kind == "all_reduce" and call.axis.startswith("dp_replicate")
+            if fsdp or beside or call.kind == "send":
                 how = "gather" if call.kind == "all_gather" else "reduce"
             self.timeline.collective(seconds, how)
 
@@ -214,11 +218,11 @@ class Tracker(TorchDispatchMode):
             self._axes[ranks] = axis_of(self.mesh, ranks)
         return self._axes[ranks]
 
-    def _mark(self, call: Call, fsdp: bool, args: Any, result: Any) -> None:
+    def _mark(self, fsdp: bool, call: str, args: Any, result: Any) -> None:
         """Say what the buffers of a collective are."""
         written = list(tensors_of(result)) or list(tensors_of(args))[:1]
         if fsdp:
-            kind: Kind = "gradients" if call.kind == "reduce_scatter" else "gathered_buffers"
+            kind: Kind = "gradients" if call == "reduce_scatter" else "gathered_buffers"
         else:
             kind = "exchange_buffers"
         for tensor in written:
