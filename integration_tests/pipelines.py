@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ep_kernels import module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import clip_grad_norm_, full_tensor, parallelize
-from ep_trainer import PipelineRunner
+from ep_trainer import PipelineRunner, RouterZLoss
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -41,14 +41,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "tied": {"changes": TIED, "kinds": {"packed": True}, "lengths": [6, 9]},
     "recompute": {"checkpointing": True, "aux": True, "micro_batches": 2},
     "accumulate": {"changes": TIED, "lengths": [6, 5], "reduce_last": True},
+    "z-loss": {"z_loss": True, "changes": TIED, "kinds": {"packed": True}, "lengths": [6, 9]},
+    "both losses": {"z_loss": True, "aux": True, "kinds": {"padded": True}, "changes": DENSE},
     "reduce each": {"changes": TIED, "lengths": [6, 6], "reduce_each": True},
 }
 SAMPLE = (
     ("pp2-fsdp2-ep2", "1f1b", "auxiliary"),
     ("pp2-fsdp2-ep2", "interleaved_1f1b", "reduce each"),
     ("pp2-fsdp2-ep2", "zero_bubble", "recompute"),
-    ("pp2-tp2-ep2", "zero_bubble", "auxiliary"),
-    ("pp2-tp2-ep2-sp", "1f1b", "tied"),
+    ("pp2-tp2-ep2", "zero_bubble", "both losses"),
+    ("pp2-tp2-ep2-sp", "1f1b", "z-loss"),
     ("pp2-tp2-fsdp2-ep4", "interleaved_1f1b", "plain"),
     ("pp2-dp2-fsdp2-ep2", "zero_bubble", "accumulate"),
     ("pp4", "1f1b", "tied"),
@@ -137,13 +139,18 @@ def reference(
     micro_batches: int,
     *,
     aux: bool,
+    z_loss: bool,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], float]:
     """One process on the whole batch; its auxiliary loss is the mean of those of global micro-batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     losses = []
+    router_loss = RouterZLoss(model, COEFFICIENT, None) if z_loss else None
     for batch in batches:
         items = batch["labels"][:, 1:].ne(-100).sum()
         loss = model(**batch, use_cache=False, num_items_in_batch=items).loss
+        if router_loss is not None:
+            tokens = router_loss.count([batch], items.device)
+            loss = loss + router_loss.of(batch, tokens)
         if aux:
             size = ROWS // micro_batches
             for index in range(micro_batches):
@@ -168,6 +175,7 @@ def check_pipeline(
     kinds: Mapping[str, bool] | None = None,
     tolerance: float = 1e-10,
     aux: bool = False,
+    z_loss: bool = False,
     checkpointing: bool = False,
     lengths: Sequence[int] = (LENGTH,),
     micro_batches: int = ROWS,
@@ -182,14 +190,20 @@ def check_pipeline(
         for seed, length in enumerate(lengths)
     ]
     losses, grads, stepped, norm = reference(
-        build(qwen3_moe(**settings)), batches, config.dp_size, micro_batches, aux=aux
+        build(qwen3_moe(**settings)),
+        batches,
+        config.dp_size,
+        micro_batches,
+        aux=aux,
+        z_loss=z_loss,
     )
     mesh = ParallelMesh(config.layout)
     model = build(qwen3_moe(**settings))
     model = parallelize(model, mesh, config, experts_forward=module_experts_forward)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    runner = PipelineRunner(model, **options)
+    router_loss = RouterZLoss(model, COEFFICIENT, mesh) if z_loss else None
+    runner = PipelineRunner(model, z_loss=router_loss, **options)
     optimizer = torch.optim.AdamW(by_mesh(model), lr=1e-2, eps=1e-6, foreach=False)
     shard = mesh.layout.batch_of(mesh.rank)
     worst = {"loss": 0.0}

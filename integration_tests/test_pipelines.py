@@ -5,6 +5,7 @@ A sample runs by default, everything with `--all-layouts`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import parallelize
 from ep_testing import RankPool
 from ep_testing.pool import RankError
-from ep_trainer import PipelineRunner
+from ep_trainer import PipelineRunner, WorldGradScaler
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,6 +36,40 @@ def runner_of(**options: Any) -> PipelineRunner:
     config = DistributedConfig(**options)
     model = build(qwen3_moe(num_hidden_layers=4), torch.float32)
     return PipelineRunner(parallelize(model, ParallelMesh(config.layout), config))
+
+
+def in_float16(rank: int) -> tuple[list[float], list[float], list[float]]:
+    """Losses and norms of two steps, in float32 and in float16; scales of the gradients of the latter."""
+    losses, norms, scales = [], [], []
+    for narrow in (False, True):
+        runner = runner_of(pp_size=2)
+        if narrow:
+            runner._context = lambda: torch.autocast("cpu", torch.float16)
+        optimizer = torch.optim.SGD(runner.model.parameters(), lr=0.1)
+        # So that a gradient overflows float16 in the first step.
+        scaler = WorldGradScaler(init_scale=2.0**24 if narrow else 1.0, backoff_factor=2.0**-12)
+        while len(losses) < 2 * (1 + narrow):
+            loss = runner.step(
+                global_batch(1) | {"use_cache": False}, loss_scale=scaler.get_scale()
+            )
+            norm = float(scaler.unscale_(optimizer))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            if math.isfinite(norm):
+                losses.append(loss.item())
+                norms.append(norm)
+    return losses, norms, scales
+
+
+def test_float16_over_stages(ranks: RankPool) -> None:
+    for losses, norms, scales in ranks.run(in_float16, world=2, timeout=60):
+        assert scales == [1.0, 1.0, 2.0**12, 2.0**12, 2.0**12]
+        # float16 keeps 11 bits of each factor.
+        assert losses[2:] == pytest.approx(losses[:2], rel=2e-3)
+        assert norms[2:] == pytest.approx(norms[:2], rel=1e-2)
+        assert losses[2:] != losses[:2]
 
 
 def refuse(rank: int) -> None:

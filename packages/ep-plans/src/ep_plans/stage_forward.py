@@ -33,6 +33,7 @@ def stage_forward(
     *,
     sums: RouterSums | None = None,
     finish: Finish | None = None,
+    with_logits: bool = True,
 ) -> StageForward:
     """A module that runs one stage of a model that `keep_stages` left.
 
@@ -45,8 +46,9 @@ def stage_forward(
             stage; None: nothing but the hidden states is handed on.
         finish: makes the last stage's result of the model's output, the sums of all stages and the
             keyword arguments; None: the output.
+        with_logits: whether `sums` is given the router logits, for which the model is asked then.
     """
-    return StageForward(model, pipeline, stage, sums, finish)
+    return StageForward(model, pipeline, stage, sums, finish, with_logits)
 
 
 class StageForward(nn.Module):
@@ -71,12 +73,14 @@ class StageForward(nn.Module):
         stage: int,
         sums: RouterSums | None = None,
         finish: Finish | None = None,
+        with_logits: bool = True,
     ) -> None:
         super().__init__()
         parts, stages = pipeline.parts, pipeline.stages
         self.stage = stage
         self.is_first, self.is_last = stage == 0, stage == len(stages) - 1
         self._sums, self._finish = sums, finish
+        self._with_logits = sums is not None and with_logits
         held = stages.ranges[stage]
         swapped: dict[str, nn.Module] = {}
         entry: _Entry | None = None
@@ -120,7 +124,7 @@ class StageForward(nn.Module):
             hidden, *rest = inputs
             received = tuple(rest)
         with contextlib.ExitStack() as stack:
-            if self._sums is not None:
+            if self._with_logits:
                 call = {**call, "output_router_logits": False}
                 stack.enter_context(self.router_logits(logits))
             output, handed = self.run(self._model, hidden, call)

@@ -14,6 +14,7 @@ from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
 from ep_trainer.watch import Watch
 from ep_trainer.with_layout import with_layout
+from ep_trainer.z_loss import RouterZLoss
 
 __all__ = [
     "BiasBalancing",
@@ -28,6 +29,7 @@ __all__ = [
     "Muon",
     "PeerError",
     "PipelineRunner",
+    "RouterZLoss",
     "Speed",
     "StepInBackward",
     "Watch",

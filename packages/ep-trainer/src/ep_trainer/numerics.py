@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 
+from ep_mesh.world import gathered
 from ep_plans import grad_norm, parallel_state
 from ep_trainer._compat import prepared
 from ep_trainer.in_backward import StepInBackward
@@ -50,7 +51,10 @@ class Numerics:
     def _problems(self, args: TrainingArguments, model: nn.Module) -> Iterator[str]:
         state = parallel_state(model)
         if args.fp16:
-            if any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters()):
+            narrow = any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters())
+            if state is not None and state.mesh.size("pp") > 1:
+                narrow = any(gathered(narrow, state.mesh.group("pp")))
+            if narrow:
                 yield (
                     "fp16=True with parameters in float16: their gradients can't be unscaled without "
                     "loss; load the model with dtype=torch.float32, autocast computes in float16"
@@ -65,17 +69,13 @@ class Numerics:
                     "fp16=True on CPU ranks: accelerate has no float16 there; pass bf16=True, which "
                     "needs no scaling"
                 )
-            if state is not None and state.mesh.size("pp") > 1:
-                yield (
-                    "fp16=True over pipeline stages, whose losses are not scaled: pass bf16=True, which "
-                    "needs no scaling"
-                )
         if self.in_backward:
             yield from self._problems_in_backward(args)
             if state is not None and state.mesh.size("pp") > 1:
                 yield (
-                    "optim_in_backward=True over pipeline stages, where each micro-batch's backward adds "
-                    "to a gradient: leave it out, or pp_size"
+                    "optim_in_backward=True over pipeline stages, where a gradient is whole once the last "
+                    "micro-batch has added to it, when those of all layers lie there: it would free "
+                    "nothing; leave it out"
                 )
 
     def _problems_in_backward(self, args: TrainingArguments) -> Iterator[str]:

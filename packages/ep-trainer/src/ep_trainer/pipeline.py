@@ -11,7 +11,8 @@ The stages add up how often each expert was chosen, how probable it was, and how
 and hand the sums on with the hidden states; the last stage makes the loss of all layers of them, over
 the micro-batch of all data shards, and autograd carries its gradient back the same way. The loss is not
 linear in the choices, and the first backward runs before the last micro-batch was routed: so it is the
-mean over micro-batches of the loss of each, not the loss of the batch as a whole.
+mean over micro-batches of the loss of each, not the loss of the batch as a whole. The z-loss is a mean
+over tokens, whose number is known: each stage adds its layers' terms to a number that is handed on too.
 
 Shapes: E experts of a layer, T tokens, L sequence length, H hidden size.
 """
@@ -36,6 +37,7 @@ from ep_plans.stage_forward import stage_forward
 from ep_trainer._compat import is_view, maybe_install_capturing_hooks
 from ep_trainer.balancing import BalancingLoss, balancing_loss_of_shards, load_sums
 from ep_trainer.data import count_labels
+from ep_trainer.z_loss import RouterZLoss
 
 Batch = Mapping[str, Any]
 ComputeLoss = Callable[[nn.Module, dict[str, Any], Tensor | None, int], Tensor]
@@ -60,6 +62,7 @@ class PipelineRunner:
         reduce_each: let FSDP2 reduce the gradients after each micro-batch instead of once: gradients
             lie in shards all the time, for M times the traffic. Not for `"zero_bubble"`, which can't.
         context: entered around the forward of each stage, such as autocast.
+        z_loss: the router z-loss to add, made of the same model.
 
     Raises:
         ValueError: the model isn't split into stages, or `reduce_each` with `"zero_bubble"`.
@@ -75,6 +78,7 @@ class PipelineRunner:
         balanced: bool = True,
         reduce_each: bool = False,
         context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        z_loss: RouterZLoss | None = None,
     ) -> None:
         state = parallel_state(model)
         if state is None or state.pipeline is None:
@@ -89,7 +93,7 @@ class PipelineRunner:
             )
         self.model, self.mesh, self.config = model, state.mesh, state.config
         self._compute_loss = compute_loss or self._own_loss
-        self._context, self._reduce_each = context, reduce_each
+        self._context, self._reduce_each, self._z_loss = context, reduce_each, z_loss
         self._balancing = BalancingLoss.of(model, self.mesh) if balanced else None
         pipeline = state.pipeline
         # While all layers are in their places: transformers does it once, at the first stage's call.
@@ -98,10 +102,17 @@ class PipelineRunner:
         self._last = len(pipeline.stages) - 1
         self._modules, self._summing = (
             {
-                stage: stage_forward(model, pipeline, stage, sums=sums, finish=self._keep_sums)
+                stage: stage_forward(
+                    model,
+                    pipeline,
+                    stage,
+                    sums=self._sums if balances or z_loss is not None else None,
+                    finish=self._keep_sums,
+                    with_logits=balances,
+                )
                 for stage in pipeline.here
             }
-            for sums in (None, self._sums)
+            for balances in (False, True)
         )
         self._steps = PipelineSteps(
             model,
@@ -117,6 +128,10 @@ class PipelineRunner:
         self._micro_batches: list[dict[str, Any]] = []
         self._masks: Sequence[Tensor | None] = ()
         self._items: Tensor | None = None
+        self._tokens: Tensor | None = None
+        self._loss_scale = 1.0
+        self._balances = False
+        self._micro_batch = 0
         self._totals: tuple[Tensor, ...] = ()
         self._mask: Tensor | None = None
         self._boundary: tuple[Tensor, ...] = ()
@@ -130,6 +145,8 @@ class PipelineRunner:
         num_items_in_batch: Tensor | None = None,
         real_rows: int | None = None,
         reduce: bool = True,
+        tokens_in_step: Tensor | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor:
         """Forward and backward of a batch; gradients are added up in `.grad`, reduced.
 
@@ -140,9 +157,11 @@ class PipelineRunner:
             real_rows: so many rows are in the global batch, the others only fill up. None: all.
             reduce: False keeps the gradients on the ranks, for a later step to reduce (gradient
                 accumulation with one reduction).
+            tokens_in_step: what the z-loss is a mean over, see `RouterZLoss.count`. None: this batch's.
+            loss_scale: multiplies the gradients, such as a `WorldGradScaler`'s `get_scale()`.
 
         Returns:
-            The loss of the global batch, a scalar, on every rank.
+            The loss of the global batch, a scalar, on every rank; not scaled.
 
         Raises:
             ValueError: the batch can't be cut into the micro-batches of the config, has no labels, or data
@@ -164,9 +183,13 @@ class PipelineRunner:
         )
         self._items = counted if num_items_in_batch is None else num_items_in_batch
         self._micro_batches = split_batch(batch, count)
+        self._loss_scale, self._tokens = loss_scale, tokens_in_step
+        if self._z_loss is not None and tokens_in_step is None:
+            self._tokens = self._z_loss.count([batch], self.mesh.device)
+        self._balances = self._is_balanced(batch)
         self._boundary = self._handed_on(self._micro_batches[0])
-        balanced = len(self._boundary) > 1
-        self._masks = self._token_masks(batch, real_rows, count) if balanced else [None] * count
+        masks = self._token_masks(batch, real_rows, count) if self._balances else [None] * count
+        self._masks = masks
         self._shared.set_aside()
         total = self._steps.run(
             count,
@@ -185,8 +208,8 @@ class PipelineRunner:
     ) -> Tensor | tuple[Tensor, ...]:
         """Stage `stage` on a micro-batch, with the hidden states (and sums) it received."""
         inputs = self._micro_batches[micro_batch]
-        self._mask = self._masks[micro_batch]
-        module = (self._summing if len(self._boundary) > 1 else self._modules)[stage]
+        self._mask, self._micro_batch = self._masks[micro_batch], micro_batch
+        module = (self._summing if self._balances else self._modules)[stage]
         with self._context():
             if stage < self._last:
                 handed = module(*received, **inputs)
@@ -196,11 +219,13 @@ class PipelineRunner:
                 )
             last = _LastStage(module, received)
             loss = self._compute_loss(last, dict(inputs), self._items, len(self._micro_batches))
-        if len(self._boundary) > 1 and self._balancing is not None:
-            whole = balancing_loss_of_shards(self._totals[0], self.mesh.group("dp"))
+        totals, self._totals = self._totals, ()
+        if self._balances and self._balancing is not None:
+            whole = balancing_loss_of_shards(totals[0], self.mesh.group("dp"))
             loss = loss + self._balancing.coefficient / len(self._micro_batches) * whole
-        self._totals = ()
-        return loss
+        if self._z_loss is not None:
+            loss = loss + totals[-1].squeeze(0)
+        return loss * self._loss_scale
 
     def _own_loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Tensor | None, micro_batches: int
@@ -256,14 +281,14 @@ class PipelineRunner:
         copies = self.mesh.layout.data_parallel_size * self.mesh.size("tp")
         loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if total is not None:
-            loss += total / copies
+            loss += total / (copies * self._loss_scale)
         dist.all_reduce(loss)
         return loss.to(torch.float32)
 
     # -- what a stage hands on
 
     def _handed_on(self, micro_batch: Batch) -> tuple[Tensor, ...]:
-        """On the meta device: hidden states [rows, L, H], and sums [2E + 1] where they are needed."""
+        """On the meta device: hidden states [rows, L, H], sums [2E + 1] and z-loss [1] where there are any."""
         ids = micro_batch.get("input_ids", micro_batch.get("inputs_embeds"))
         if not isinstance(ids, Tensor):
             raise ValueError(
@@ -271,10 +296,12 @@ class PipelineRunner:
             )
         shape = (ids.shape[0], ids.shape[1], hidden_size(self.model))
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
-        if not self._is_balanced(micro_batch):
-            return (hidden,)
-        numbers = 2 * num_experts(self.model) + 1
-        return hidden, torch.empty(numbers, dtype=torch.float32, device="meta", requires_grad=True)
+        sizes = [2 * num_experts(self.model) + 1] if self._balances else []
+        sizes += [1] if self._z_loss is not None else []
+        return hidden, *(
+            torch.empty(size, dtype=torch.float32, device="meta", requires_grad=True)
+            for size in sizes
+        )
 
     def _is_balanced(self, batch: Batch) -> bool:
         asked = batch.get("output_router_logits")
@@ -285,13 +312,21 @@ class PipelineRunner:
     def _sums(
         self, logits: Sequence[Tensor], hidden: Tensor, kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, ...]:
-        """Of the stage's own layers: choices [E], probabilities [E], tokens, as one vector."""
+        """Of the stage's own layers: what `_handed_on` has beside the hidden states."""
+        sums = [self._load_sums(logits, hidden.device)] if self._balances else []
+        if self._z_loss is not None:
+            assert self._tokens is not None
+            batch = self._micro_batches[self._micro_batch]
+            sums.append(self._z_loss.of(batch, self._tokens).reshape(1))
+        return tuple(sums)
+
+    def _load_sums(self, logits: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Choices [E], probabilities [E], tokens, as one vector."""
         assert self._balancing is not None
         if not logits:
-            size = 2 * num_experts(self.model) + 1
-            return (torch.zeros(size, dtype=torch.float32, device=hidden.device),)
+            return torch.zeros(2 * num_experts(self.model) + 1, dtype=torch.float32, device=device)
         choices, probabilities, tokens = load_sums(logits, self._balancing.top_k, self._mask)
-        return (torch.cat([choices, probabilities, tokens.reshape(1)]),)
+        return torch.cat([choices, probabilities, tokens.reshape(1)])
 
     def _keep_sums(self, output: Any, totals: tuple[Tensor, ...], kwargs: Mapping[str, Any]) -> Any:
         self._totals = totals

@@ -113,7 +113,7 @@ class EPTrainer(CheckpointingTrainer):
         self._loss_is_counted = True
         if self.mesh is not None and model is not None:
             args = args or TrainingArguments("tmp_trainer", save_strategy="no")
-            self._check(model, args, router_z_loss_coef)
+            self._check(model, args)
             if not self._computes_own_loss:
                 self._balancing = BalancingLoss.of(model, self.mesh)
         elif model is not None:
@@ -140,16 +140,10 @@ class EPTrainer(CheckpointingTrainer):
             smoothing = self.args.label_smoothing_factor
             chunk_loss(self.model, loss_chunk_tokens, label_smoothing=smoothing)
 
-    def _check(self, model: nn.Module, args: TrainingArguments, router_z_loss_coef: float) -> None:
+    def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
         check_arguments(args, mesh.layout)
         self._numerics.check(args, model)
-        if router_z_loss_coef and mesh.layout.pp > 1:
-            raise ValueError(
-                f"router_z_loss_coef={router_z_loss_coef} over pipeline stages: the loss is the last stage's, "
-                "which has no other's router logits. Leave it out; the model's own auxiliary loss "
-                "(output_router_logits=True) is handed on."
-            )
         saves = args.save_strategy != "no"
         if saves and (args.save_only_model or self.checkpoint_options.save_hf):
             check_saves(model)
@@ -305,14 +299,18 @@ class EPTrainer(CheckpointingTrainer):
                 compute_loss=self._micro_batch_loss,
                 balanced=self.label_smoother is None and self.compute_loss_func is None,
                 context=self.compute_loss_context_manager,
+                z_loss=self._z_loss,
             )
         self._items_in_step = num_items_in_batch
         each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        scaler = self.accelerator.scaler
         return self._runner.step(
             _compat.prepared(self, inputs),
             num_items_in_batch=num_items_in_batch,
             real_rows=None if self._real_rows is None else self._real_rows[0],
             reduce=each or self.accelerator.sync_gradients,
+            tokens_in_step=self._tokens_in_step,
+            loss_scale=1.0 if scaler is None else scaler.get_scale(),
         )
 
     def _micro_batch_loss(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ep_dispatch.collectives import reduce_over_group
 from ep_mesh import ParallelMesh
+from ep_mesh.world import gathered
 from ep_trainer.moe_layers import MoELayer, TrainingForward, moe_layers, seen_by, tokens_of
 
 
@@ -30,10 +31,10 @@ class RouterZLoss:
     Args:
         model: with MoE layers whose router, beside the experts, gives its logits.
         coefficient: the loss's weight.
-        mesh: of a sharded model.
+        mesh: of a sharded model. With pipeline stages each sees its own layers; every rank makes one.
 
     Raises:
-        ValueError: there is no such router.
+        ValueError: there is no such router, on any stage.
     """
 
     def __init__(self, model: nn.Module, coefficient: float, mesh: ParallelMesh | None) -> None:
@@ -45,7 +46,10 @@ class RouterZLoss:
             router = layer.router
             assert router is not None
             self._forward.add(router.register_forward_hook(self._sees(layer)))
-        if not layers:
+        found = bool(layers)
+        if mesh is not None and mesh.size("pp") > 1:
+            found = any(gathered(found, mesh.group("pp")))
+        if not found:
             raise ValueError(
                 f"router_z_loss_coef={coefficient}, but {type(model).__name__} has no experts with a `gate` "
                 "or `router` beside them: leave it out."
