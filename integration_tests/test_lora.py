@@ -14,6 +14,7 @@ import torch
 import transformers
 from dispatching import dispatching
 from equality import all_float64, batches, by_mesh
+from safetensors.torch import load_file
 from test_trainer import Sentences, arguments
 from test_trainer import build as build_float32
 from tiny_models import FAMILIES, build
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from ep_mesh import DistributedConfig
 from ep_plans import full_tensor, parallel_state
+from ep_plans.stages import children_first
 from ep_testing import RankPool
-from ep_trainer import EPTrainer
+from ep_trainer import EPTrainer, PipelineRunner
 from expert_parallel import add_lora, load_lora, parallelize
 
 peft = pytest.importorskip("peft")
@@ -119,6 +121,7 @@ def steps_on_rank(
         load_lora(model, first, trainable=True)
         state = parallel_state(model)
         assert state is not None
+        runner = PipelineRunner(model) if config.pp_size > 1 else None
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         assert names
         assert all(".lora." in name for name in names)
@@ -127,8 +130,12 @@ def steps_on_rank(
         optimizer = optimizer_of(model)
         losses, grads = [], {}
         for _ in range(STEPS):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
+            batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+            if runner is None:
+                loss = model(**batch).loss
+                loss.backward()
+            else:
+                loss = runner.step(batch)
             grads = grads or {
                 name: full_tensor(p.grad)
                 for name, p in model.named_parameters()
@@ -147,6 +154,7 @@ SAMPLE: list[Case] = [
     ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, {}),
     ("gpt_oss", {"tp_size": 2}, {}),
     ("mixtral", FOUR, {}),
+    ("qwen3_moe", {"pp_size": 2, "tp_size": 2, "ep_size": 2}, {}),
 ]
 ALL: list[Case] = [
     *SAMPLE,
@@ -165,6 +173,9 @@ ALL: list[Case] = [
     ("llama4", FOUR, {}),
     ("llama4", {"tp_size": 2}, {}),
     ("qwen2_moe", FOUR, {}),
+    ("qwen2_moe", {"pp_size": 2, "fsdp_size": 2, "ep_size": 2}, {}),
+    ("mixtral", {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4}, {}),
+    ("gpt_oss", {"pp_size": 2, "dp_replicate_size": 2, "fsdp_size": 2}, {}),
 ]
 
 
@@ -190,10 +201,13 @@ def test_training_is_pefts(
         grads, losses, logits = train_by_peft(family, first, ids)
     arguments = family, dispatching(**sizes), str(first), str(last), options
     answers = ranks.run(steps_on_rank, *arguments, world=config.layout.world_size, timeout=120)
+    seen = set().union(*(found for found, _ in answers))
+    assert seen == grads.keys()
+    scale = max(g.norm() for g in grads.values())
     for rank, (found, _) in enumerate(answers):
-        assert found.keys() == grads.keys()
-        scale = max(g.norm() for g in grads.values())
-        for key, expected in grads.items():
+        assert config.pp_size > 1 or found.keys() == seen
+        for key in found:
+            expected = grads[key]
             error = (found[key] - expected).norm() / max(expected.norm(), 1e-4 * scale)
             assert error < 1e-9, (rank, key, float(error))
     shards = [curve for at, (_, curve) in enumerate(answers) if at % config.layout.tp == 0]
@@ -205,11 +219,20 @@ def test_training_is_pefts(
     assert (again - logits).norm() / logits.norm() < 1e-9
 
 
-def trained(rank: int, sizes: dict[str, Any] | None, first: str, last: str) -> list[float]:
+def trained(
+    rank: int,
+    sizes: dict[str, Any] | None,
+    first: str,
+    last: str,
+    layers: int = 2,
+    checkpoint: str | None = None,
+    **changes: Any,
+) -> list[float]:
     """Losses of `EPTrainer`, or of `transformers.Trainer` around PEFT's model: float32, fused AdamW."""
-    args = arguments(last, 4 if sizes is None else 2, max_steps=4, weight_decay=0.0)
+    changes = {"max_steps": 4, "weight_decay": 0.0, **changes}
+    args = arguments(last, 4 if sizes is None else 2, **changes)
     kind: Any = transformers.Trainer
-    model: Any = build_float32()
+    model: Any = build_float32(num_hidden_layers=layers)
     if sizes is None:
         args.use_cpu = True
         model = peft.PeftModel.from_pretrained(model, first, is_trainable=True)
@@ -217,7 +240,7 @@ def trained(rank: int, sizes: dict[str, Any] | None, first: str, last: str) -> l
         kind = EPTrainer
         model = load_lora(parallelize(model, DistributedConfig(**sizes)), first, trainable=True)
     trainer = kind(model, args, train_dataset=Sentences(40))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     if sizes is not None:
         trainer.save_model(last)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -236,6 +259,54 @@ def test_trainer(ranks: RankPool, tmp_path: Path) -> None:
         path.name for path in Path(last).iterdir()
     }
     assert not list(Path(last).glob("model*.safetensors"))
+
+
+def trained_with_saves(rank: int, sizes: dict[str, Any], first: str, run: str) -> list[float]:
+    changes = {"save_strategy": "steps", "save_steps": 2}
+    return trained(rank, sizes, first, run, 4, **changes)
+
+
+def test_trainer_over_stages(ranks: RankPool, tmp_path: Path) -> None:
+    """The first rank, of two stages, trains nothing; and another layout goes on from a checkpoint."""
+    config = lora_config(
+        "qwen3_moe",
+        r=4,
+        target_parameters=None,
+        layers_to_transform=[1, 2],
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(build_float32(num_hidden_layers=4), config)
+    model.save_pretrained(tmp_path / "first")
+    first, run = str(tmp_path / "first"), str(tmp_path / "run")
+    expected = trained(0, None, first, str(tmp_path / "other"), 4)
+    sizes = dispatching(pp_size=2, fsdp_size=2, ep_size=2, pp_schedule="zero_bubble")
+    for found in ranks.run(trained_with_saves, sizes, first, run, world=4, timeout=200):
+        assert found == pytest.approx(expected, rel=1e-5)
+    sizes, last = dispatching(fsdp_size=2, ep_size=2), str(tmp_path / "last")
+    checkpoint = f"{run}/checkpoint-2"
+    for found in ranks.run(trained, sizes, first, last, 4, checkpoint, world=2, timeout=120):
+        assert found == pytest.approx(expected, rel=1e-5)
+    whole, resumed = (load_file(f"{each}/adapter_model.safetensors") for each in (run, last))
+    assert whole.keys() == load_file(f"{first}/adapter_model.safetensors").keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(resumed[key], value, rtol=1e-3, atol=1e-5)
+
+
+def added_over_stages(rank: int) -> None:
+    plain = build(FAMILIES["qwen3_moe"]())
+    add_lora_plainly(plain)
+    model = parallelize(build(FAMILIES["qwen3_moe"]()), DistributedConfig(pp_size=2))
+    add_lora(model, lora_config("qwen3_moe"), seed=1)
+    whole = plain.state_dict()
+    pipeline = parallel_state(model).pipeline  # type: ignore[union-attr]
+    assert pipeline.tensors == tuple(whole)
+    assert pipeline.modules == tuple(children_first(plain))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_adapters_of_stages_are_those_of_the_whole_model(ranks: RankPool) -> None:
+    ranks.run(added_over_stages, world=2)
 
 
 def in_bfloat16(rank: int, sizes: dict[str, Any]) -> list[tuple[Tensor, float]]:

@@ -59,7 +59,8 @@ class GradNorm:
 
         Cost: one all-reduce of a number over the world.
         """
-        device = self._device or torch.device("cpu")
+        # A stage of a pipeline may have no gradient.
+        device = self._device or (torch.device("cpu") if witness is None else witness.device)
         zero = torch.zeros(1, dtype=torch.float64, device=device)
         if witness is not None:
             zero = zero + (witness.detach().to(device).double() * 0.0).sum()

@@ -70,10 +70,16 @@ def parallel_state(model: nn.Module) -> ParallelState | None:
     return getattr(model, _STATE, None)
 
 
-def note_parameters(model: nn.Module, added: Mapping[str, ParameterSharding]) -> None:
-    """Let `parallel_state(model)` know parameters that were added since; nothing if it is None."""
+def note_parameters(
+    model: nn.Module, added: Mapping[str, ParameterSharding], pipeline: Pipeline | None = None
+) -> None:
+    """Let `parallel_state(model)` know parameters that were added since; nothing if it is None.
+
+    `pipeline`: of a model that was split, with the names that all stages added.
+    """
     if (state := parallel_state(model)) is not None:
-        setattr(model, _STATE, replace(state, shardings={**state.shardings, **added}))
+        known = {**state.shardings, **added}
+        setattr(model, _STATE, replace(state, shardings=known, pipeline=pipeline or state.pipeline))
 
 
 def parallelize(

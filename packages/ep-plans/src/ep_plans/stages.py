@@ -225,7 +225,7 @@ class Pipeline:
             stages,
             find_parts(model),
             tuple(stages.of(pp_rank)),
-            tuple(_children_first(model, "")),
+            tuple(children_first(model)),
             tuple(model.state_dict(keep_vars=True)),
         )
 
@@ -254,6 +254,22 @@ class Pipeline:
             layer = int(name[len(self.parts.layers) + 1 :].partition(".")[0])
             return next(stage for stage, held in enumerate(self.stages.ranges) if layer in held)
         return 0 if is_below(name, self.parts.first) else len(self.stages) - 1
+
+    def with_added(
+        self, tensors: Mapping[str, Sequence[str]], modules: Mapping[str, Sequence[str]]
+    ) -> Self:
+        """With names that modules of any stage got below them since, by the name of that module."""
+        ends = {name.rpartition(".")[0]: place for place, name in enumerate(self.tensors)}
+        added = {ends[owner]: names for owner, names in tensors.items()}
+        return replace(
+            self,
+            tensors=tuple(
+                each
+                for place, name in enumerate(self.tensors)
+                for each in (name, *added.get(place, ()))
+            ),
+            modules=tuple(each for name in self.modules for each in (*modules.get(name, ()), name)),
+        )
 
     def part_of(self, plans: Plans) -> Plans:
         """The rules for the modules that this rank runs."""
@@ -304,9 +320,10 @@ def _replace(model: nn.Module, name: str, make: Callable[[nn.Module], nn.Module]
     children[leaf] = make(replaced)
 
 
-def _children_first(module: nn.Module, name: str) -> Iterator[str]:
+def children_first(module: nn.Module, name: str = "") -> Iterator[str]:
+    """The names of a module's modules, children before their parents."""
     for child, part in module.named_children():
-        yield from _children_first(part, f"{name}.{child}" if name else child)
+        yield from children_first(part, f"{name}.{child}" if name else child)
     yield name
 
 

@@ -16,7 +16,7 @@ def split_by_mesh(optimizer: Optimizer) -> None:
 
     The fused and foreach optimizers take a whole group in one call, which DTensors of several
     meshes (dense parameters, experts) cannot enter together. Options of a group stay with its
-    parts; groups without parameters go. Call it before the first step.
+    parts; groups without parameters go, but for the first if all are. Call it before the first step.
     """
     parts = []
     for group in optimizer.param_groups:
@@ -25,7 +25,8 @@ def split_by_mesh(optimizer: Optimizer) -> None:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
         parts += [{**group, "params": parameters} for parameters in by_mesh.values()]
-    optimizer.param_groups[:] = parts
+    # A pipeline stage may train nothing.
+    optimizer.param_groups[:] = parts or optimizer.param_groups[:1]
 
 
 def reshard(model: nn.Module) -> None:

@@ -93,8 +93,9 @@ def gathered(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str,
                 mine = place == state.mesh.coordinate("pp")
                 node = GatheredTensor(held, None, state.mesh.device)
                 found[name] = LazyTensor(_node(tensors[name], held) if mine else node)
+    # Names that are not the model's come last, stage by stage.
     order = {name: at for at, name in enumerate(pipeline.tensors)}
-    return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
 def held_parts(tensor: torch.Tensor, leader: int) -> Held:

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from expert_parallel._compat import holds_adapters
 from expert_parallel.agreement import all_or_none
 from expert_parallel.initializing import shared_seed
 from expert_parallel.lora._compat import PeftLayer
-from expert_parallel.lora.modules import CHILD, Adapter, install
+from expert_parallel.lora.modules import CHILD, FACTORS, Adapter, install
 from expert_parallel.lora.targets import check_not_quantized, resolve_targets
 
 _STATE = "_ep_lora"
@@ -38,7 +38,7 @@ class LoraState:
 
     Attributes:
         config: the `peft.LoraConfig`, its targets as PEFT translated them.
-        layers: the adapters.
+        layers: the adapters, those of all pipeline stages.
     """
 
     config: Any
@@ -152,8 +152,6 @@ def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list
             f"The model is not sharded, but {world_size()} processes run: shard it first "
             "(from_pretrained with distributed_config, or parallelize), then add adapters."
         )
-    if state is not None and state.config.pp_size > 1:
-        raise ValueError("Adapters of pipeline stages are not supported; use pp_size=1.")
     check_not_quantized(model)
     config = copy.deepcopy(config)
     layers = resolve_targets(model, config)
@@ -189,11 +187,14 @@ def add_adapters(
 
     model.requires_grad_(False)
     mesh = None if state is None else state.mesh
+    pipeline = None if state is None else state.pipeline
     by_module: dict[str, list[PeftLayer]] = {}
     for layer in layers:
         by_module.setdefault(layer.module, []).append(layer)
     added: dict[str, ParameterSharding] = {}
     for path, wanted in by_module.items():
+        if pipeline is not None and not pipeline.runs(path):
+            continue
         module = model.get_submodule(path)
         adapters = {}
         for layer in wanted:
@@ -202,7 +203,7 @@ def add_adapters(
             weight: Tensor = getattr(module, layer.parameter)
             kind = dtype or torch.promote_types(weight.dtype, torch.float32)
             device = torch.device("cpu") if isinstance(weight, DTensor) or mesh else weight.device
-            a, b = (values(layer, factor).to(device, kind) for factor in ("lora_A", "lora_B"))
+            a, b = (values(layer, factor).to(device, kind) for factor in FACTORS)
             adapter = Adapter(layer, mesh, sharding, (a, b), config.lora_dropout)
             adapter.train(model.training)
             adapters[layer.parameter] = adapter
@@ -210,10 +211,26 @@ def add_adapters(
                 added[f"{path}.{CHILD}.{layer.parameter}.{factor}"] = placed
         on_experts_axis = state is not None and path in state.plans.experts
         install(module, adapters, on_experts_axis=on_experts_axis)
-    note_parameters(model, added)
+    if pipeline is not None:
+        pipeline = pipeline.with_added(*_added_names(by_module))
+    note_parameters(model, added, pipeline)
     model.__dict__[_STATE] = LoraState(config, tuple(layers))
     install_saving(model)
     return model
+
+
+def _added_names(
+    by_module: Mapping[str, Sequence[PeftLayer]],
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The tensors and the modules, children first, that adapted modules get, by the name of those."""
+    tensors: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
+    for path, layers in by_module.items():
+        own = [f"{path}.{CHILD}.{layer.parameter}" for layer in layers]
+        tensors[path] = [f"{name}.{factor}" for name in own for factor in FACTORS]
+        modules[path] = [each for name in own for each in (f"{name}.dropout", name)]
+        modules[path].append(f"{path}.{CHILD}")
+    return tensors, modules
 
 
 def _initial_values(config: Any, seed: int) -> Values:

@@ -19,6 +19,7 @@ from expert_parallel.gathering import ROOT, gathered
 from expert_parallel.lazy import LazyTensor
 from expert_parallel.lora._compat import PeftLayer
 from expert_parallel.lora.adding import adapters_of, lora_state, packed, unpacked
+from expert_parallel.lora.modules import FACTORS
 from expert_parallel.saving import PIECE, write_tensors
 
 _PREFIX = "base_model.model."  # of all names in a file: PEFT's own two modules around the model
@@ -40,18 +41,17 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
     state = lora_state(model)
     if state is None:
         raise ValueError(f"This {type(model).__name__} has no adapters; add_lora adds them.")
-    layers = {
-        _file_name(adapter.layer, factor): (adapter, factor)
+    here = {
+        _file_name(adapter.layer, factor): getattr(adapter, factor)
         for _, adapter in adapters_of(model)
-        for factor in ("lora_A", "lora_B")
+        for factor in FACTORS
     }
-    parts = gathered(
-        {n: getattr(adapter, factor) for n, (adapter, factor) in layers.items()}, model
-    )
+    parts = gathered(here, model)
     tensors: dict[str, LazyTensor] = {}
-    for name, (adapter, factor) in layers.items():
-        lazy: Any = packed(parts[name], adapter.layer, factor)
-        tensors[name] = lazy
+    for layer in state.layers:
+        for factor in FACTORS:
+            lazy: Any = packed(parts[_file_name(layer, factor)], layer, factor)
+            tensors[_file_name(layer, factor)] = lazy
     is_root = own_rank() == ROOT
     with ExitStack() as stack:
         with all_or_none("Saving adapters"):

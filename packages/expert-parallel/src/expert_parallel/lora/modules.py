@@ -34,6 +34,7 @@ from ep_plans.low_rank import (
 from expert_parallel.lora._compat import PeftLayer
 
 CHILD = "lora"  # the module below an adapted one that holds its adapters, by parameter
+FACTORS = ("lora_A", "lora_B")
 
 
 class Adapter(nn.Module):
@@ -68,7 +69,7 @@ class Adapter(nn.Module):
                 transposed_sharding(left, len(layer.shape)),
                 transposed_sharding(right, len(layer.shape)),
             )
-        self.shardings = dict(zip(("lora_A", "lora_B"), pair, strict=True))
+        self.shardings = dict(zip(FACTORS, pair, strict=True))
         self.reductions = [gradient_reduction(each, mesh) for each in pair if mesh is not None]
         for (name, sharding), value in zip(self.shardings.items(), values, strict=True):
             setattr(self, name, nn.Parameter(_placed(value, sharding, mesh)))

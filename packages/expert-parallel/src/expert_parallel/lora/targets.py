@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from ep_plans import parallel_state
 from expert_parallel import _compat
 from expert_parallel.lora._compat import PeftLayer, inject
 
@@ -55,7 +56,7 @@ _ASKED_AS = {
 
 
 def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
-    """The adapters that `config` asks for; its targets are translated in place as PEFT does.
+    """The adapters that `config` asks for, those of all pipeline stages; its targets are translated in place as PEFT does.
 
     Needs no memory for weights, and no communication.
 
@@ -78,8 +79,11 @@ def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
     _check_used(config, layers, linear, stacked, parameters)
     if not config.exclude_modules and config.layers_to_transform is None:  # the user left some out
         _check_experts(asked, layers, linear, stacked)
+    state = parallel_state(model)
+    pipeline = None if state is None else state.pipeline
     for layer in layers:
-        _check_weight(model, layer)
+        if pipeline is None or pipeline.runs(layer.module):
+            _check_weight(model, layer)
     return layers
 
 
