@@ -214,13 +214,14 @@ def test_all_reduce_never_asks_the_device():
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("all_to_all", 1), ("all_to_all", 2), ("symmetric_memory", 2)]
+    ("name", "tp", "calls"),
+    [("all_to_all", 2, 1), ("all_to_all", 2, 2), ("symmetric_memory", 2, 2), ("all_reduce", 4, 2)],
 )
-def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks, moe, name, calls):
+def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks, moe, name, tp, calls):
     """The recomputation routes as the forward did, also in a second backward and a second call."""
 
     def run(rank):
-        case = moe.Case(name=name, routing="random")
+        case = moe.Case(name=name, tp=tp, routing="random")
         whole, inputs = moe.whole_inputs(case)
         implementation, _ = moe.build(case, rank, whole)
         hidden, ids, weights, cotangent = inputs[rank // case.tp]

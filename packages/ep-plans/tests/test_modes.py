@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from toy_decoder import MASKING, SINKS, TP_PLAN, ToyConfig, build, loss_of
+from toy_decoder import DISPATCH, MASKING, SINKS, TP_PLAN, ToyConfig, build, loss_of
 from toy_equality import check_equal, compare_gradients, relative_error, token_ids
 
 from ep_mesh import DistributedConfig, ParallelMesh
@@ -135,6 +135,37 @@ def test_checkpointing_changes_no_gradient(ranks: RankPool, variant: str) -> Non
         ranks.run(run, {}, sizes, {"prepare": prepare, "micro": 2})
     masking = {"base_model_ep_plan": MASKING}
     ranks.run(run, masking, {"tp_size": 4, "fsdp_size": 2, "ep_size": 4}, {"prepare": prepare})
+
+
+def recompute_other_routes(rank: int, plan: dict[str, str], sizes: dict[str, Any]) -> None:
+    """The router gives each token another one's experts when it is run again."""
+    made: list[Any] = []
+    calls: list[int] = []
+
+    def prepare(model: Any) -> None:
+        made.append(model)
+        if len(made) == 1:
+            return  # of one process
+        model.model.checkpoint = "non-reentrant"
+        gate = model.model.layers[1].mlp.gate
+        route = gate.forward
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, index = route(x)
+            calls.append(1)
+            return logits, weights, index if len(calls) == 1 else index.roll(1, dims=0)
+
+        gate.forward = forward
+
+    run(rank, {"base_model_ep_plan": plan}, sizes, {"prepare": prepare})
+    assert len(calls) == 2
+
+
+def test_a_near_tie_in_the_recomputed_router_changes_nothing(ranks: RankPool) -> None:
+    shared = {"tp_size": 4, "ep_size": 4}
+    ranks.run(recompute_other_routes, MASKING, shared, world=4)
+    for name in ("all_reduce", "all_to_all"):
+        ranks.run(recompute_other_routes, DISPATCH, shared | {"ep_implementation": name}, world=4)
 
 
 # -- frozen parameters

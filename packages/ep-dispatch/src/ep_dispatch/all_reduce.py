@@ -5,13 +5,14 @@ T = tokens of the batch, H = hidden size, K = experts per token, P = ranks of th
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .implementation import EPImplementation
+from .checkpointing import CheckpointMemory
+from .implementation import EPImplementation, ExpertsForward
 from .links import join_parameters, new_link, share_linked, sum_linked
 from .routing import SKIPPED, local_routes
 
@@ -29,11 +30,18 @@ class AllReduce(EPImplementation):
     Expert ids out of range are an error on the CPU; on a device, where looking would be a host
     synchronization, and under torch.compile such a slot is skipped.
 
+    Inside `torch.utils.checkpoint.checkpoint(use_reentrant=False)` the recomputation uses the expert ids of
+    the forward, as `AllToAll` does.
+
     Cost: one all-reduce of [T, H]; in backward one all-reduce each of the gradients of hidden states
     and routing weights, if needed. The experts' own cost grows with the whole batch.
     """
 
     needs_shared_batch: ClassVar[bool] = True
+
+    def __init__(self, experts_forward: ExpertsForward, **settings: Any) -> None:
+        super().__init__(experts_forward, **settings)
+        self._memory = CheckpointMemory[Tensor]()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Mask, run the experts, sum."""
@@ -44,6 +52,7 @@ class AllReduce(EPImplementation):
             low, high = (bound.item() for bound in top_k_index.aminmax())
             if low < SKIPPED or high >= self.num_experts:
                 raise ValueError(checks.ids_problem(top_k_index, self.num_experts))
+        top_k_index = self._memory.kept(top_k_index)
         rows, weights, link = hidden_states, top_k_weights, None
         if self.ep_group is not None and self.ep_size > 1:
             # The ranks share the batch and its history, so they need the same gradients.

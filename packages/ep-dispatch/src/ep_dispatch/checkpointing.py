@@ -37,6 +37,14 @@ class CheckpointMemory(Generic[Routing]):
         """Copied or pickled, it is empty: a graph is neither."""
         return CheckpointMemory, ()
 
+    def kept(self, routing: Routing) -> Routing:
+        """That of the forward that is being recomputed; else `routing`, remembered."""
+        earlier = self.recall()
+        if earlier is not None:
+            return earlier
+        self.remember(routing)
+        return routing
+
     def remember(self, routing: Routing) -> None:
         """Keep the routing of a forward, if that is checkpointed."""
         region, backward = _region()

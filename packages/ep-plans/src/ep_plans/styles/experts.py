@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_dispatch import EPImplementation, EPImplementationInterface
+from ep_dispatch.checkpointing import CheckpointMemory
 from ep_dispatch.collectives import copy_to_group, group_rank, group_size, reduce_over_group
 from ep_plans.styles.base import (
     Context,
@@ -80,9 +81,12 @@ class MaskedRouter(Style):
         module, group = context.module, context.group
         number = size_near(context.model, context.name, module, "num_experts", "ep_router")
         per_rank = number // group_size(group)
+        memory = CheckpointMemory[Tensor]()
 
         def run(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             logits, weights, index, *others = forward(*args, **kwargs)
+            # Recomputed, it may decide a near tie in another way, and not on all ranks alike.
+            index = memory.kept(index)
             foreign = torch.div(index, per_rank, rounding_mode="floor") != group_rank(group)
             # Each rank's experts see their own routes only, so the weights' gradient is a part.
             weights = copy_to_group(weights, group).masked_fill(foreign, 0.0)
