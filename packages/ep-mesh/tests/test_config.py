@@ -106,6 +106,10 @@ def test_implementations_that_need_one_shared_batch(name):
         DistributedConfig(tp_size=4, fsdp_size=2, ep_size=8, ep_implementation=name)
     with pytest.raises(ValueError, match=rf"{name}.*ep_size=8 and tp_size=1"):
         DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation=name)
+    sliced = {"tp_size": 4, "enable_sequence_parallel": True, "ep_implementation": name}
+    DistributedConfig(**sliced)  # EP off
+    with pytest.raises(ValueError, match=rf"{name}.*shares one batch.*enable_sequence_parallel"):
+        DistributedConfig(**sliced, ep_size=4)
 
 
 def test_as_many_stages_as_the_schedule_has():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from toy_decoder import DISPATCH, ToyConfig, ToyForCausalLM, build
 
-from ep_dispatch import AllToAll, EPImplementationInterface
+from ep_dispatch import AllReduce, AllToAll, EPImplementationInterface
 from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import parallel_state, parallelize, plan_parameters, resolve_plans
 from ep_testing.pool import RankPool
@@ -92,7 +92,11 @@ def test_plans_that_cannot_work(ranks: RankPool) -> None:
         return build(ToyConfig()), SIZES | {"ep_implementation": "all_to_none"}
 
     def slices_for_a_shared_batch(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-        more = {"enable_sequence_parallel": True, "ep_implementation": "all_reduce"}
+        class Shared(AllReduce):
+            """One's own, which the configuration does not know yet when it is built."""
+
+        EPImplementationInterface.register("shared", Shared)
+        more = {"enable_sequence_parallel": True, "ep_implementation": "shared"}
         return build(ToyConfig()), SIZES | more
 
     def no_layers(rank: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -110,7 +114,7 @@ def test_plans_that_cannot_work(ranks: RankPool) -> None:
 
     check_refused(ranks, unknown_key, "'model.layer' matches no module")
     check_refused(ranks, unknown_implementation, "'all_to_none' names no registered")
-    check_refused(ranks, slices_for_a_shared_batch, "'all_reduce' needs an EP group that shares")
+    check_refused(ranks, slices_for_a_shared_batch, "'shared' needs an EP group that shares")
     check_refused(ranks, no_layers, "no module list named 'layers'")
     check_refused(ranks, odd_packs, "0.weight", "5", "2")
 

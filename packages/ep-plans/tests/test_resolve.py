@@ -293,7 +293,7 @@ def test_an_implementation_must_be_known_and_fit() -> None:
     sizes = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
     assert resolve(**sizes).experts
     with pytest.raises(ValueError, match=r"'all_reduce' needs .* enable_sequence_parallel=True"):
-        resolve(**sizes, enable_sequence_parallel=True)
+        DistributedConfig(**sizes, enable_sequence_parallel=True)
 
 
 # -- rules that only work together

@@ -296,6 +296,12 @@ class DistributedConfig:
                 f"must equal tp_size, but ep_size={ep} and tp_size={tp}. Use {fits}, or "
                 "ep_implementation='all_to_all' (or 'auto'), which works in any layout."
             )
+        if name in SHARED_BATCH_IMPLEMENTATIONS and ep > 1 and self.enable_sequence_parallel:
+            raise ValueError(
+                f"ep_implementation={name!r} needs an EP group that shares one batch, but with "
+                "enable_sequence_parallel=True each rank holds a slice of it. Leave one of them out: "
+                "ep_implementation='all_to_all' (or 'auto') sends the slices."
+            )
 
 
 def launched_processes() -> int | None:

@@ -283,7 +283,11 @@ def _planned(
             continue
         yield config, _TENSORS * itemsize * most
         if config.pp_size == 1 and config.ep_size == config.tp_size > 1:
-            yield replace(config, ep_implementation="all_reduce"), _TENSORS * itemsize * most
+            # Of a shared batch, so not of slices.
+            shared = replace(
+                config, ep_implementation="all_reduce", enable_sequence_parallel=False
+            )
+            yield shared, _TENSORS * itemsize * most
 
 
 def _most_elements(model: nn.Module, config: DistributedConfig) -> dict[str, int]:
