@@ -154,7 +154,8 @@ def search(
         ValueError: the arguments don't fit.
         RuntimeError: a process that simulates failed.
 
-    Costs 1 to 2 seconds of a core for each step of a layout and kind of layer; PIPECOST.
+    Costs 1 to 2 seconds of a core for each step of a layout and kind of layer; with pipeline stages, so
+    much for each place with different layers, and its micro-batches: 5 to 50.
     """
     if devices < 1:
         raise ValueError(f"devices must be at least 1, got {devices}.")
