@@ -170,11 +170,12 @@ class Checkpointer:
         error: Exception | None = None
         contents, forms = Contents({}), {}
         try:
-            contents = collected()
-            forms = {
-                name: {key: form_of(tensor) for key, tensor in tensors.items()}
-                for name, tensors in contents.sections.items()
-            }
+            with torch.no_grad():  # or each part of a DTensor is a step of autograd
+                contents = collected()
+                forms = {
+                    name: {key: form_of(tensor) for key, tensor in tensors.items()}
+                    for name, tensors in contents.sections.items()
+                }
         except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
             error = caught
         known = self._known is not None and self._known[0] == forms and error is None

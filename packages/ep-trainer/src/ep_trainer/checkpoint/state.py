@@ -7,7 +7,7 @@ Moments in few bits are in a checkpoint as float32 (`ep_trainer.low_bit`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +51,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def tensor_names(model: nn.Module) -> set[str]:
-    """The names that `model_tensors` gives, of all pipeline stages together."""
+def tensor_names(model: nn.Module, here: Collection[str]) -> set[str]:
+    """The names of all pipeline stages together; `here`: those that `model_tensors` gives."""
     state = parallel_state(model)
     if state is None or state.pipeline is None:
-        return set(model_tensors(model))
+        return set(here)
     names, parts = set(state.pipeline.tensors), state.pipeline.parts
     return names - {f"{parts.head}.weight"} if parts.tied else names
 

@@ -206,12 +206,13 @@ class CheckpointingTrainer(HookedTrainer):
 
     def _contents(self, only_model: bool, *, settings: bool) -> Contents:
         model = model_tensors(self._whole_model)
-        expected = {"model": tensor_names(self._whole_model)}
+        expected = {"model": tensor_names(self._whole_model, model)}
         first = self.checkpointer.is_first
         prepared = self._small_files(only_model, settings) if first else None
         if only_model:
             return Contents({"model": model}, prepared=prepared, expected=expected)
-        optimizer = optimizer_state(self._plain_optimizer, self._names(), self.lr_scheduler)
+        names = _names_of(model)
+        optimizer = optimizer_state(self._plain_optimizer, names, self.lr_scheduler)
         return Contents(
             {"model": model, "optimizer": optimizer.tensors, "extra": self._extra_tensors()},
             told=optimizer.described(),
@@ -292,9 +293,6 @@ class CheckpointingTrainer(HookedTrainer):
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
-
-    def _names(self) -> dict[int, str]:
-        return {id(tensor): name for name, tensor in model_tensors(self._whole_model).items()}
 
     def _random_file(self) -> str:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -377,7 +375,7 @@ class CheckpointingTrainer(HookedTrainer):
             stored = self.checkpointer.stored(folder, "optimizer")
             targets, apply = optimizer_targets(
                 self._plain_optimizer,
-                self._names(),
+                _names_of(model_tensors(self._whole_model)),
                 read_optimizer(folder),
                 stored,
                 self.lr_scheduler,
@@ -458,6 +456,10 @@ def _versions() -> dict[str, str]:
 
 def _write_descriptions(folder: Path, told: list[Any]) -> None:
     write_optimizer(folder, merged_descriptions(told))
+
+
+def _names_of(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in tensors.items()}
 
 
 __all__ = ["OPTIMIZER", "Checkpointed", "CheckpointingTrainer"]
