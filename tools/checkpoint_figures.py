@@ -161,7 +161,7 @@ def stalls_on_rank(rank: int, folder: str) -> dict[str, list[float]]:
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             self.begin = time.perf_counter()
             job = trainer.checkpointer._job
-            self.writing = job is not None and job.thread is not None and job.thread.is_alive()
+            self.writing = job is not None and job.done is not None and not job.done.is_set()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             found["writing" if self.writing else "free"].append(time.perf_counter() - self.begin)

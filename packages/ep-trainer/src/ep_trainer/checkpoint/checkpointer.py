@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ep_plans.safetensors_file import flush
-from ep_trainer.checkpoint.background import yield_to_others
+from ep_trainer.checkpoint.background import Background
 from ep_trainer.checkpoint.errors import CheckpointError, collect, exchange, settle
 from ep_trainer.checkpoint.files import read_json, write_json
 from ep_trainer.checkpoint.manifest import (
@@ -94,7 +94,7 @@ class _Job:
     then: Callable[[], None] | None
     make_folder: bool
     error: BaseException | None = None
-    thread: threading.Thread | None = field(default=None)
+    done: threading.Event | None = None
 
 
 class Checkpointer:
@@ -106,6 +106,7 @@ class Checkpointer:
 
     def __init__(self) -> None:
         self._talk, self._commits = _groups()
+        self._background = Background()
         self._job: _Job | None = None
         self._prepared: Path | None = None
         self._known: tuple[_Forms, Mapping[str, _Section]] | None = None
@@ -201,11 +202,8 @@ class Checkpointer:
             if job.error is not None:
                 raise job.error
             return
-        job.thread = threading.Thread(
-            target=self._run_aside, args=(job,), name=f"save {folder.name}", daemon=True
-        )
         self._job = job
-        job.thread.start()
+        job.done = self._background.run(lambda: self._run(job))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save in the background; every rank must call.
@@ -214,19 +212,19 @@ class Checkpointer:
             CheckpointError: it failed, on this rank or another.
         """
         job, self._job = self._job, None
-        if job is None or job.thread is None:
+        if job is None or job.done is None:
             return
-        job.thread.join(timeout)
-        if job.thread.is_alive():
+        if not job.done.wait(timeout):
             self._known = None  # its memory is still being written from
+            self._background = Background()  # and its thread is taken
         if job.error is not None:
             raise job.error
 
     def join(self, timeout: float) -> None:
         """Let the save in the background end, if it does so in time; from any thread."""
         job = self._job
-        if job is not None and job.thread is not None:
-            job.thread.join(timeout)
+        if job is not None and job.done is not None:
+            job.done.wait(timeout)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -281,10 +279,6 @@ class Checkpointer:
                 )
             sections[name] = _Section(planner, kept[rank], metadata)
         return sections
-
-    def _run_aside(self, job: _Job) -> None:
-        yield_to_others()
-        self._run(job)
 
     def _run(self, job: _Job) -> None:
         """Write and commit. Whatever happens, every rank makes the same collectives."""

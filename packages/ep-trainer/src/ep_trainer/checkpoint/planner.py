@@ -81,8 +81,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def block(tensor: Tensor, place: Sequence[Interval]) -> Tensor:
     """A view of part of a tensor."""
-    for dim, (start, end) in enumerate(place):
-        tensor = tensor.narrow(dim, start, end - start)
+    for dim, ((start, end), size) in enumerate(zip(place, tensor.shape, strict=True)):
+        if end - start != size:
+            tensor = tensor.narrow(dim, start, end - start)
     return tensor
 
 
