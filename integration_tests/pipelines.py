@@ -16,7 +16,7 @@ from ep_mesh import DistributedConfig, ParallelMesh
 from ep_plans import clip_grad_norm_, full_tensor, parallelize
 from ep_trainer import PipelineRunner, RouterZLoss
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble", "gpipe")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2},
     "pp4": {"pp_size": 4},
@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 SAMPLE = (
     ("pp2-fsdp2-ep2", "1f1b", "auxiliary"),
+    ("pp2-fsdp2-ep2", "gpipe", "auxiliary"),
     ("pp2-fsdp2-ep2", "interleaved_1f1b", "reduce each"),
     ("pp2-fsdp2-ep2", "zero_bubble", "recompute"),
     ("pp2-tp2-ep2", "zero_bubble", "both losses"),
@@ -193,7 +194,7 @@ def check_pipeline(
         build(qwen3_moe(**settings)),
         batches,
         config.dp_size,
-        micro_batches,
+        1 if config.pp_schedule == "gpipe" else micro_batches,
         aux=aux,
         z_loss=z_loss,
     )

@@ -25,7 +25,7 @@ REST: list[dict[str, Any]] = [
         {"pp_size": 2, "tp_size": 2, "fsdp_size": 2, "ep_size": 4},
         {"pp_size": 2, "dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
     )
-    for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble")
+    for schedule in ("1f1b", "interleaved_1f1b", "zero_bubble", "gpipe")
 ]
 
 
@@ -113,3 +113,10 @@ def test_auxiliary_loss_is_the_mean_over_micro_batches(ranks: RankPool) -> None:
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
         assert found.norm == pytest.approx(expected.norm, rel=1e-3)
         assert found.tokens == expected.tokens
+
+
+def test_auxiliary_loss_is_that_of_the_batch_where_all_forwards_come_first(ranks: RankPool) -> None:
+    expected = one_process(MODEL | AUXILIARY, **FEW)
+    sizes = {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "gpipe"}
+    for found in ranks.run(on_rank, sizes, MODEL | AUXILIARY, FEW, world=4, timeout=240):
+        check_same(found, expected)

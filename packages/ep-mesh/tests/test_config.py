@@ -135,7 +135,7 @@ def test_any_registered_name_may_be_an_implementation():
         ("fsdp_cpu_offload", "no", "True or False"),
         ("enable_sequence_parallel", 1, "True or False"),
         ("fsdp_over_tp", "yes", "True, False or None"),
-        ("pp_schedule", "gpipe", "1f1b, interleaved_1f1b, zero_bubble"),
+        ("pp_schedule", "dualpipe", "1f1b, interleaved_1f1b, zero_bubble, gpipe"),
         ("pp_micro_batches", 0, ">= 1"),
         ("pp_stages", [2, 0], "whole numbers >= 1"),
         ("pp_stages", 4, "list"),

@@ -24,7 +24,7 @@ SHARED_BATCH_IMPLEMENTATIONS = ("all_reduce", "deepgemm_megamoe")
 """Built-in implementations whose EP group must be a TP group, since it must share one batch."""
 
 PP_SCHEDULES: Mapping[str, int] = MappingProxyType(
-    {"1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2}
+    {"1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 2, "gpipe": 1}
 )
 """The schedules of a pipeline by name, and how many stages each rank holds in it."""
 

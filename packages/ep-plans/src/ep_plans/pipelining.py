@@ -31,10 +31,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
 
+from ep_mesh import PP_SCHEDULES
 from ep_plans._compat import deferred_gradients
 
 StageForward = Callable[[int, tuple[Tensor, ...], int], Tensor | tuple[Tensor, ...]]
@@ -44,6 +46,7 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleZBVZeroBubble,
+    "gpipe": ScheduleGPipe,
 }
 
 
@@ -117,7 +120,7 @@ class PipelineSteps:
                 for number in sorted(self.modules)
             ]
             build = SCHEDULES[self.schedule]
-            whole: Any = stages[0] if self.schedule == "1f1b" else stages
+            whole: Any = stages[0] if PP_SCHEDULES[self.schedule] == 1 else stages
             made = build(whole, count, loss_fn=_own_loss, scale_grads=False)
             self._ready = (key, made)
         return self._ready[1]

@@ -11,8 +11,11 @@ The stages add up how often each expert was chosen, how probable it was, and how
 and hand the sums on with the hidden states; the last stage makes the loss of all layers of them, over
 the micro-batch of all data shards, and autograd carries its gradient back the same way. The loss is not
 linear in the choices, and the first backward runs before the last micro-batch was routed: so it is the
-mean over micro-batches of the loss of each, not the loss of the batch as a whole. The z-loss is a mean
-over tokens, whose number is known: each stage adds its layers' terms to a number that is handed on too.
+mean over micro-batches of the loss of each, not the loss of the batch as a whole. Under "gpipe", where
+all forwards come first, it is that of the batch: it depends on the sums of all micro-batches alone, its
+gradient is the same for each one's sums, and the last forward leaves it for the backwards.
+The z-loss is a mean over tokens, whose number is known: each stage adds its layers' terms to a number
+that is handed on too.
 
 Shapes: E experts of a layer, T tokens, L sequence length, H hidden size.
 """
@@ -132,6 +135,8 @@ class PipelineRunner:
         self._loss_scale = 1.0
         self._balances = False
         self._micro_batch = 0
+        self._sums_of_batch = torch.zeros(())
+        self._gradient_of_sums: list[Tensor] = []
         self._totals: tuple[Tensor, ...] = ()
         self._mask: Tensor | None = None
         self._boundary: tuple[Tensor, ...] = ()
@@ -220,12 +225,29 @@ class PipelineRunner:
             last = _LastStage(module, received)
             loss = self._compute_loss(last, dict(inputs), self._items, len(self._micro_batches))
         totals, self._totals = self._totals, ()
-        if self._balances and self._balancing is not None:
-            whole = balancing_loss_of_shards(totals[0], self.mesh.group("dp"))
-            loss = loss + self._balancing.coefficient / len(self._micro_batches) * whole
+        if self._balances:
+            loss = loss + self._balancing_term(totals[0])
         if self._z_loss is not None:
             loss = loss + totals[-1].squeeze(0)
         return loss * self._loss_scale
+
+    def _balancing_term(self, sums: Tensor) -> Tensor:
+        """What the last stage adds to a micro-batch's loss, see the note above."""
+        assert self._balancing is not None
+        count, group = len(self._micro_batches), self.mesh.group("dp")
+        if self.config.pp_schedule != "gpipe":
+            whole = balancing_loss_of_shards(sums, group)
+            return self._balancing.coefficient / count * whole
+        if self._micro_batch == 0:
+            self._sums_of_batch, self._gradient_of_sums = torch.zeros_like(sums), []
+        self._sums_of_batch = self._sums_of_batch + sums.detach()
+        term: Tensor = _LaterGradient.apply(sums, self._gradient_of_sums)
+        if self._micro_batch < count - 1:
+            return term
+        every = self._sums_of_batch.requires_grad_()
+        whole = self._balancing.coefficient * balancing_loss_of_shards(every, group)
+        self._gradient_of_sums.extend(torch.autograd.grad(whole, every))
+        return term + whole.detach()
 
     def _own_loss(
         self, model: nn.Module, inputs: dict[str, Any], items: Tensor | None, micro_batches: int
@@ -345,6 +367,19 @@ class PipelineRunner:
             mask = ids.new_ones(ids.shape[:2], dtype=torch.int64) if mask is None else mask.clone()
             mask[real_rows:] = 0
         return [None] * count if mask is None else mask.chunk(count)
+
+
+class _LaterGradient(torch.autograd.Function):
+    """Zero, whose gradient with respect to `x` is in a list by the time of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.gradient[0], None
 
 
 class _LastStage(nn.Module):
