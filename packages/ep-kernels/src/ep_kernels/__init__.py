@@ -8,6 +8,7 @@ from .grouped import BackendRequest, Choice, choose_backend
 from .low_rank import ExpertsLowRank, LowRank, takes_low_rank, with_low_rank
 from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
+from .norm import rms_norm
 from .spec import ExpertsSpec, ExpertsWeights, why_not
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "compacted_forward",
     "experts_forward",
     "module_experts_forward",
+    "rms_norm",
     "takes_low_rank",
     "why_not",
     "with_low_rank",

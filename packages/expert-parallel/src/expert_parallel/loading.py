@@ -54,6 +54,7 @@ def load(
     experts_recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
     experts_backend: BackendRequest = "auto",
+    fused_operators: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Call `from_pretrained` so that each rank reads its shards; every rank must call.
@@ -91,6 +92,7 @@ def load(
         recompute=experts_recompute,
         ep_options=ep_options,
         backend=experts_backend,
+        fused_operators=fused_operators,
     )
     try:
         with _compat.loading_through(loader), _compat.quiet(loader.mesh.rank > 0):
@@ -180,13 +182,15 @@ class _Loader:
         recompute: Recompute,
         ep_options: Mapping[str, Any] | None,
         backend: BackendRequest,
+        fused_operators: bool,
     ) -> None:
         self.config = config
-        self.experts: Any = {
+        self.settings: Any = {
             "own_experts": own_experts,
             "recompute": recompute,
             "ep_options": ep_options,
             "backend": backend,
+            "fused_operators": fused_operators,
         }
         self.mesh = ParallelMesh(config.layout)
         self.device = self.mesh.device
@@ -213,7 +217,7 @@ class _Loader:
         # Sharding communicates: hear first of a rank that could not read the config or find files.
         raise_together(None, _READING)
         self.dequantizes = bool(getattr(model, "is_quantized", False))
-        shard_model(model, self.mesh, self.config, **self.experts)
+        shard_model(model, self.mesh, self.config, **self.settings)
         self.model = model
         return model
 

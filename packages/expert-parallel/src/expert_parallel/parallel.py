@@ -17,6 +17,7 @@ from ep_dispatch.implementation import MEGAMOE
 from ep_kernels import BackendRequest, Recompute, compacted_forward, module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
+from expert_parallel.fusing import fuse_norms
 from expert_parallel.generation import generate
 from expert_parallel.lora.adding import lora_state
 from expert_parallel.saving import save_pretrained
@@ -41,6 +42,7 @@ def parallelize(
     experts_recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
     experts_backend: BackendRequest = "auto",
+    fused_operators: bool = True,
 ) -> ModelT:
     """Shard `model` in place over the running processes; every rank must call.
 
@@ -61,6 +63,8 @@ def parallelize(
         experts_backend: who computes the matrix products of the experts that an EP plan dispatches:
             `"deep_gemm"`, `"triton"`, `"grouped_mm"`, `"loop"`, or what `ep_kernels.choose_backend`
             finds best (`"auto"`). What it can't compute is an error.
+        fused_operators: run RMS norms as one operator (`ep_kernels.rms_norm`): the same but for rounding, and
+            only their input is kept for backward. Those of another formula stay as they are.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -82,6 +86,7 @@ def parallelize(
         recompute=experts_recompute,
         backend=experts_backend,
         ep_options=ep_options,
+        fused_operators=fused_operators,
     )
     return model
 
@@ -95,6 +100,7 @@ def shard_model(
     recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
     backend: BackendRequest = "auto",
+    fused_operators: bool = True,
 ) -> None:
     """Apply the plans of `config` and install the methods.
 
@@ -107,6 +113,7 @@ def shard_model(
         recompute: what `ep_kernels` computes again in backward.
         ep_options: further settings of the implementation.
         backend: who computes the products of `ep_kernels`.
+        fused_operators: run RMS norms as one operator.
     """
     if lora_state(model) is not None:
         raise ValueError("This model holds adapters: shard it first, then add_lora.")
@@ -130,7 +137,13 @@ def shard_model(
     make: Callable[[nn.Module], ExpertsForward] = _module_forward
     if own_experts:
         make = functools.partial(module_experts_forward, recompute=recompute, backend=backend)
-    ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
+    norms = fuse_norms(model) if fused_operators else []
+    try:
+        ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
+    except BaseException:
+        for norm in norms:
+            norm.__dict__.pop("forward", None)
+        raise
     if isinstance(model, PreTrainedModel):
         install_saving(model)
         if model.can_generate():

@@ -43,6 +43,7 @@ def estimate(
     experts_recompute: Recompute = "none",
     ep_options: Mapping[str, Any] | None = None,
     sampled: bool = False,
+    fused_operators: bool = True,
 ) -> Estimate:
     """Estimate memory, traffic and time of a training step, from a simulated one.
 
@@ -62,6 +63,7 @@ def estimate(
         seed: of the routing.
         experts_recompute: as for `parallelize`.
         ep_options: as for `parallelize`.
+        fused_operators: as for `parallelize`.
         sampled: simulate a few layers of each kind, and extrapolate: peaks within 0.1 %, times within
             1 %, at a fraction of the cost.
 
@@ -90,6 +92,7 @@ def estimate(
         experts_recompute=experts_recompute,
         ep_options=dict(ep_options or {}),
         sampled=sampled,
+        fused_operators=fused_operators,
     )
     if dist.is_initialized():
         return _elsewhere(setting)

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import ep_kernels.activation
 import ep_kernels.mlp
+import ep_kernels.norm
 import ep_kernels.rows
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
@@ -60,12 +62,30 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
         kernel([values, order, starts], [out])
         return out
 
+    def normalize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, scale = x.new_empty(x.shape), x.new_empty(x.shape[0], 1, dtype=torch.float32)
+        kernel([x, weight], [out, scale])
+        return out, scale
+
+    def normalize_backward(
+        grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wants_x: bool, wants_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        # Two kernels of torch, which read the same.
+        x_grad = x.new_empty(x.shape) if wants_x else None
+        weight_grad = x.new_empty(x.shape[1]) if wants_weight else None
+        for out in (x_grad, weight_grad):
+            if out is not None:
+                kernel([grad, x, weight, scale], [out])
+        return x_grad, weight_grad
+
     with ExitStack() as stack:
         for owner, name, function in (
             (ep_kernels.mlp, "scaled_activation", activate),
             (ep_kernels.mlp, "scaled_activation_backward", activate_backward),
             (ep_kernels.mlp, "segment_sums", segment_sums),
             (rows, "segment_sums", segment_sums),
+            (ep_kernels.norm, "normalize", normalize),
+            (ep_kernels.norm, "normalize_backward", normalize_backward),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))

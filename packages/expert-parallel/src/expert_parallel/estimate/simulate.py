@@ -55,6 +55,7 @@ class Setting:
     cuda: bool = True
     layers: tuple[int, ...] | None = None
     sampled: bool = False
+    fused_operators: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def simulate(setting: Setting) -> Step:
             recompute=setting.experts_recompute,
             ep_options=setting.ep_options,
             backend="grouped_mm" if setting.config.ep_size > 1 else "auto",
+            fused_operators=setting.fused_operators,
         )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         tracker = Tracker(mesh, fake=fake)
