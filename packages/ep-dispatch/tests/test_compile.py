@@ -1,8 +1,17 @@
 """torch.compile: few graphs, and none for new sizes."""
 
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from ep_dispatch import AllReduce, AllToAll
+from ep_dispatch import AllReduce, AllToAll, keep_communicated
+from ep_dispatch.collectives import (
+    copy_to_group,
+    gather_over_group,
+    reduce_over_group,
+    reduce_scatter_over_group,
+    split_over_group,
+)
 from ep_dispatch.routing import transpose_index
 from ep_dispatch.rows import gather_rows, sum_rows
 
@@ -127,3 +136,44 @@ def test_phases_break_the_graph_once_each(moe):
         x, ids, w = torch.randn(tokens, 8), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2)
         assert moe.error(call(x, ids, w), x + 2 * x * w.sum(1, keepdim=True)) < 1e-6
     assert len(graphs) == 2 * 3
+
+
+def test_collectives_are_operators_that_a_recomputation_does_not_repeat(ranks):
+    """Uneven and empty chunks; a checkpointed region takes from its tape what its graph asks for."""
+
+    def run(rank):
+        group = dist.group.WORLD
+
+        def block(x):
+            parts = split_over_group(copy_to_group(x.sin(), group), group)
+            whole = gather_over_group(parts.exp(), group, size=x.shape[0], partial_grad=True)
+            summed = reduce_over_group((rank + 1) * whole.cos(), group)
+            return reduce_scatter_over_group(summed * x, group, dim=1).sin()
+
+        call, graphs = compiled(block, fullgraph=True)
+        sent = []
+
+        def counted(*args, **kwargs):
+            sent.append(1)
+            return reduce(*args, **kwargs)
+
+        reduce, dist.all_reduce = dist.all_reduce, counted
+        try:
+            for tokens in SIZES[:-1]:
+                found = []
+                for function in (block, call):
+                    x = torch.linspace(0, 3, tokens * 3, dtype=torch.float64).view(tokens, 3)
+                    x.requires_grad_()
+                    out = checkpoint(function, x, use_reentrant=False, context_fn=keep_communicated)
+                    out.square().sum().backward()
+                    found.append((out.detach(), x.grad, len(sent)))
+                    sent.clear()
+                for one, other in zip(*found, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+        finally:
+            dist.all_reduce = reduce
+        assert found[0][2] == 2  # one in forward, one in backward
+        assert len(graphs) <= 3
+        assert "ep.all_gather" in graphs[0].print_readable(False)
+
+    ranks.run(run, world=2)

@@ -23,7 +23,6 @@ def arguments(**changes: Any) -> TrainingArguments:
         ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"accelerator_config": {"even_batches": False}}, "even_batches"),
-        ({"torch_compile": True}, "torch_compile"),
         ({"optim": "adafactor"}, "adamw_torch"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo as disable_compile  # torch 2.11 to 2.13
+from torch.distributed import ProcessGroup
 
 
 def transformers_expert_parallel() -> Any:
@@ -60,6 +61,13 @@ def checkpoint_frame() -> tuple[object | None, int | None]:
     return (frame, None) if hasattr(frame, "weak_holders") else (None, None)
 
 
+def group_of_name(name: str) -> ProcessGroup:
+    """The process group with this `group_name` (torch 2.11 to 2.13)."""
+    distributed: Any = torch.distributed.distributed_c10d
+    group: ProcessGroup = distributed._resolve_process_group(name)
+    return group
+
+
 def symmetric_memory() -> Any:
     """CUDA symmetric memory (torch 2.11 to 2.13; seen, not run: `empty`, `rendezvous`, and of the handle
     `buffer_ptrs`, `barrier`).
@@ -70,6 +78,7 @@ def symmetric_memory() -> Any:
 __all__ = [
     "checkpoint_frame",
     "disable_compile",
+    "group_of_name",
     "symmetric_memory",
     "torchtitan_token_dispatchers",
     "transformers_expert_parallel",

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .compiling import as_operator
 from .keeping import kept
 
 __all__ = [
@@ -136,6 +137,11 @@ def _call(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Ten
     return out
 
 
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@as_operator("all_reduce", like=_same)
 def _all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
@@ -156,6 +162,11 @@ def _pad_first(x: Tensor, size: int) -> Tensor:
     return out
 
 
+def _gathered(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+@as_operator("all_gather", "int dim", "SymInt size", like=_gathered)
 def _all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
     parts = group_size(group)
     step = -(-size // parts)
@@ -171,6 +182,12 @@ def _all_gather(x: Tensor, group: ProcessGroup, dim: int, size: int) -> Tensor:
     return _in_place(out, size, dim)
 
 
+def _scattered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    start, end = chunk_bounds(x.shape[dim], group_size(group), group_rank(group))
+    return x.new_empty((*x.shape[:dim], end - start, *x.shape[dim + 1 :]))
+
+
+@as_operator("reduce_scatter", "int dim", like=_scattered)
 def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     parts, size = group_size(group), x.shape[dim]
     step = -(-size // parts)

@@ -2,6 +2,7 @@
 
 from ep_plans.accumulation import no_sync
 from ep_plans.checks import check_ep_options
+from ep_plans.compiling import compile_layers
 from ep_plans.flops import Attention, Flops, ModelFlops, model_flops
 from ep_plans.gradients import GradNorm, clip_grad_norm_, clip_grads_with_norm_, grad_norm
 from ep_plans.nonfinite import NonFinite, find_nonfinite
@@ -51,6 +52,7 @@ __all__ = [
     "check_ep_options",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "compile_layers",
     "find_nonfinite",
     "full_tensor",
     "grad_norm",

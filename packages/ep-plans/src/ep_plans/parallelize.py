@@ -374,21 +374,30 @@ def _reduce_gradients_of(
     reader: nn.Module,
 ) -> None:
     """Reduce the gradients of a module's own `parts`, which the forward of `reader` reads."""
+    # What is asked of the mesh is asked once: torch.compile traces `change`.
+    facts = {
+        name: (
+            sharding,
+            _group_or_none(mesh, sharding.mean_over) if sharding.mean_over else None,
+            1.0 / mesh.size(sharding.mean_over) if sharding.mean_over else 1.0,
+            _group_or_none(mesh, sharding.partial_over) if sharding.partial_over else None,
+        )
+        for name, sharding in parts.items()
+    }
+    over_tp = float(mesh.size("tp"))
 
     def change(name: str, value: Tensor) -> Tensor:
-        sharding = parts.get(name)
-        if sharding is None:
+        if name not in facts:
             return value
+        sharding, mean_group, mean, partial_group = facts[name]
         if sharding.mean_over is not None:
-            size = mesh.size(sharding.mean_over)
-            value = copy_to_group(value, _group_or_none(mesh, sharding.mean_over))
-            value = scale_gradient(value, 1.0 / size)
+            value = scale_gradient(copy_to_group(value, mean_group), mean)
         if sharding.partial_over is None:
             return value
         if sharding.data_axis == "fsdp_tp":
             # FSDP takes the mean over the TP ranks too, so `tp` times a part makes the sum.
-            return scale_gradient(value, float(mesh.size("tp")))
-        return copy_to_group(value, _group_or_none(mesh, sharding.partial_over))
+            return scale_gradient(value, over_tp)
+        return copy_to_group(value, partial_group)
 
     def run(forward: Forward, *args: object, **kwargs: object) -> object:
         with local_parameters(module, change):

@@ -94,8 +94,6 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
             "activation_checkpointing_kwargs: selective=True brings use_reentrant=False and a context_fn "
             "of its own; leave both out"
         )
-    if args.torch_compile and layout.world_size > 1:
-        yield "torch_compile=True: not supported with sharded experts in this version"
 
 
 def check_devices(args: TrainingArguments, device: torch.device, world_size: int) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ep_mesh import Layout, ParallelMesh
-from ep_plans import clip_grads_with_norm_, parallel_state
+from ep_plans import clip_grads_with_norm_, compile_layers, parallel_state
 from ep_trainer import _compat
 from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.balancing import BalancingLoss
@@ -139,6 +139,9 @@ class EPTrainer(CheckpointingTrainer):
                 )
             smoothing = self.args.label_smoothing_factor
             chunk_loss(self.model, loss_chunk_tokens, label_smoothing=smoothing)
+        if self.args.torch_compile and self.is_sharded and self.model is not None:
+            backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
+            compile_layers(self.model, backend=backend, mode=mode)
 
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh

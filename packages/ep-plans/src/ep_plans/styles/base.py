@@ -190,20 +190,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+_MISSING = object()
+
+
 @contextlib.contextmanager
 def attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     """Let `module` show `values` under the names of its parameters or attributes meanwhile.
 
     An entry of a module's `__dict__` is found before `_parameters`, which stays as FSDP2 wants it.
     """
-    missing = object()
-    before = {name: module.__dict__.get(name, missing) for name in values}
+    before = {name: module.__dict__.get(name, _MISSING) for name in values}
     module.__dict__.update(values)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is missing:
+            if value is _MISSING:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = value
