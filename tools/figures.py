@@ -36,6 +36,7 @@ TOLD = (
     "unique",
     "bottleneck",
     "apart_from",
+    "worst_float64",
     "speedup",
     "cpu_speedup",
 )

@@ -13,7 +13,7 @@ import io
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,29 +175,31 @@ def apart_from(off: list[float]) -> int | None:
     return next((step for step, x in enumerate(off, 1) if x > 1e-6), None)
 
 
-def draw(found: dict[str, list[float]], file: Path) -> None:
-    """The curves in one picture, and below it how far each is from one process's."""
+def draw(found: dict[str, list[float]], exact: dict[str, list[float]], file: Path) -> None:
+    """The curves in one picture, and below how far each is from one process's, in float32 and float64."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
     from PIL import Image
 
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, layout="constrained", height_ratios=(2, 1)
+    figure, (above, *below) = plt.subplots(
+        3, 1, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(4, 2, 2)
     )
-    off = differences(found)
     for name, losses in found.items():
         steps = range(1, len(losses) + 1)
         if name == ONE:  # wide, so that its rim is seen below the others
             above.plot(steps, losses, label=name, linewidth=5, color="lightgrey")
             continue
         above.plot(steps, losses, label=name, linewidth=0.8)
-        shown = [max(x, LEAST) for x in off[name]]
-        below.semilogy(steps, shown, linewidth=0.8, color=above.lines[-1].get_color())
+        for axes, some in zip(below, (found, exact), strict=True):
+            shown = [max(x, LEAST) for x in differences(some)[name]]
+            axes.semilogy(steps, shown, linewidth=0.8, color=above.lines[-1].get_color())
     above.set(ylabel="loss, nats per token")
     above.legend()
-    below.set(xlabel="step", ylabel="relative difference")
+    for axes, dtype in zip(below, ("float32", "float64"), strict=True):
+        axes.set(ylabel=f"difference, {dtype}", ylim=(LEAST / 2, 1e-2))
+    below[-1].set(xlabel="step")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=100)
     plt.close(figure)
@@ -208,8 +210,11 @@ def loss_curves(full: bool = False, folder: Path = FOLDER) -> dict[str, Any]:
     """The demo's loss curve in several layouts: the largest relative difference from one process's."""
     settings = Settings(steps=300 if full else 30)
     found = curves(tuple(LAYOUTS) if full else SAMPLE, settings, folder)
+    told = {}
     if full:
-        draw(found, PICTURE)
+        exact = curves(tuple(LAYOUTS), replace(settings, dtype="float64"), folder)
+        draw(found, exact, PICTURE)
+        told["worst_float64"] = float(f"{max(map(max, differences(exact).values())):.2g}")
     off = differences(found)
     worst = {name: max(x) for name, x in off.items()}
     return {
@@ -220,6 +225,7 @@ def loss_curves(full: bool = False, folder: Path = FOLDER) -> dict[str, Any]:
         f"{settings.length} tokens, the demo's model and text without auxiliary loss, float32; gloo",
         "worst": {name: float(f"{value:.2g}") for name, value in worst.items()},
         "apart_from": {name: apart_from(x) for name, x in off.items()},
+        **told,
         "loss": [round(found[ONE][0], 4), round(found[ONE][-1], 4)],
     }
 

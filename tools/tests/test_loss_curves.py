@@ -24,5 +24,5 @@ def test_kept_curves_are_compared_and_drawn(tmp_path: Path) -> None:
     assert loss_curves.apart_from(off["tp=8"]) == 2
     assert loss_curves.apart_from(off["tp=4, fsdp=2"]) is None
     assert loss_curves.ONE not in off
-    loss_curves.draw(found, tmp_path / "curves.png")
+    loss_curves.draw(found, found, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000
