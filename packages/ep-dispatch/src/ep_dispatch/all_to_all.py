@@ -112,14 +112,15 @@ class AllToAll(RoutedImplementation):
         if self._most_chunks == 1 and self.max_rows is None:
             # Through the public phases, so that those of a subclass are asked.
             plan = self.prepare(top_k_index, top_k_weights, hidden_states=hidden_states)
-            if shared_experts is None:
-                received, ticket = self.dispatch(hidden_states, plan)
-            else:
-                there = self.start_dispatch(hidden_states, plan)
-                meanwhile()
-                received, ticket = there.wait()
-            rows = join_parameters(self.run_on(received), self._idle_parameters(plan))
-            output = self.combine(rows, ticket)
+            with self._rows_told([plan]):
+                if shared_experts is None:
+                    received, ticket = self.dispatch(hidden_states, plan)
+                else:
+                    there = self.start_dispatch(hidden_states, plan)
+                    meanwhile()
+                    received, ticket = there.wait()
+                rows = join_parameters(self.run_on(received), self._idle_parameters(plan))
+                output = self.combine(rows, ticket)
         else:
             output = self._run(hidden_states, top_k_index, top_k_weights, meanwhile)
         return add_shared(output, *shared) if shared else output
@@ -140,7 +141,8 @@ class AllToAll(RoutedImplementation):
         link, rows = self._split(link, hidden_states, needs.hidden, "dispatch")
         parts = rows.split([chunk.last - chunk.first for chunk in routing.chunks])
         run = self._run_rounds if routing.rounds else self._run_chunks
-        _, outputs = run(routing.chunks, parts, weights, needs, link, meanwhile)
+        with self._rows_told(routing.chunks):
+            _, outputs = run(routing.chunks, parts, weights, needs, link, meanwhile)
         return self._gather(torch.cat(outputs), routing.num_tokens)
 
     def _run_chunks(

@@ -7,7 +7,8 @@ S = slots received.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -206,6 +207,22 @@ class RoutedImplementation(EPImplementation):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_group)
             rows, rank = divmod(on_host(most)[0], self.ep_size)
         return rank, rows
+
+    @contextmanager
+    def _rows_told(self, chunks: Sequence[Routing]) -> Iterator[None]:
+        """If memory ends in here, the error gets a note of the rows that came, which a router may pile up."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            came, slots = sum(c.num_rows for c in chunks), sum(c.num_slots for c in chunks)
+            sent = sum(sum(c.hops[0].send_sizes) for c in chunks)
+            error.add_note(
+                f"layer {self.layer or '(not named)'}: {came} rows for {slots} slots came to rank "
+                f"{self.ep_rank} of the EP group, which sent {sent} rows itself. Balanced routing makes "
+                "them about as many. If far more came, bound the rows that are on a rank at one time "
+                "(max_rows), or balance the router."
+            )
+            raise
 
     def _warn_of_rounds(self, rank: int, rows: int, rounds: int) -> None:
         """Tell of imbalance, once for an object; on all ranks, where a warning may be an error."""
