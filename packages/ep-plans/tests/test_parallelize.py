@@ -31,7 +31,15 @@ LAYOUTS: dict[str, list[Case]] = {
     ],
     "fsdp": [
         ({}, {"fsdp_size": 8}, {}),
-        ({}, {"fsdp_size": 8, "ep_size": 4}, {}),
+        (
+            {},
+            {
+                "fsdp_size": 8,
+                "ep_size": 4,
+                "fsdp_plan": {"model.layers.*.mlp.experts": "keep_full_weight"},
+            },
+            {},
+        ),
         ({}, {"fsdp_size": 8, "ep_size": 8}, {}),
     ],
     "hsdp": [

@@ -145,6 +145,26 @@ def test_fsdp_units_come_innermost_first() -> None:
     }  # fmt: skip
 
 
+def test_no_expert_is_a_unit_of_its_own() -> None:
+    """A rank whose expert gets no token would not join its collectives."""
+    model = toy()
+    experts = model.model.layers[1].mlp.experts
+    experts.norm = nn.LayerNorm(4, device="meta")
+    whole = {"model.layers.*.mlp.experts": "free_full_weight"}
+    rule = {"model.layers.*.mlp.experts.norm": "free_full_weight"}
+    for sizes in ({}, {"ep_size": 2}):
+        assert f"{MOE}.experts" in resolve(model, fsdp_size=2, fsdp_plan=whole, **sizes).fsdp
+        with pytest.raises(ValueError, match=r"'norm' gets no token .* Give the rule to 'model"):
+            resolve(model, fsdp_size=2, fsdp_plan=rule, **sizes)
+    one_by_one = nn.Sequential()
+    one_by_one.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    one_by_one.first = nn.Linear(4, 4)
+    for key in ("experts.*", "experts.1"):
+        with pytest.raises(ValueError, match=r"experts\.[01] a unit of its own"):
+            resolve(one_by_one, fsdp_size=2, fsdp_plan={key: "free_full_weight"})
+    assert resolve(one_by_one, fsdp_size=2, fsdp_plan={"first": "free_full_weight"}).fsdp
+
+
 # -- overrides
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ep_dispatch import EPImplementationInterface
 from ep_mesh import DistributedConfig
-from ep_plans.patterns import wildcard
+from ep_plans.patterns import is_below, wildcard
 from ep_plans.styles import STYLES, Replicate
 from ep_plans.styles.base import num_experts_of
 
@@ -111,6 +111,25 @@ def check_ep_options(config: DistributedConfig, options: object) -> None:
         raise ValueError(
             f"ep_options: {', '.join(map(repr, unknown))} is no setting of ep_implementation={name!r}; "
             f"it has {', '.join(map(repr, known)) or 'none'}."
+        )
+
+
+def check_units(fsdp: Collection[str], experts: Collection[str]) -> None:
+    """No FSDP unit lies among the experts: every rank has to run it in each step.
+
+    Raises:
+        ValueError: names the rule, and the module to give it to.
+    """
+    for name in fsdp:
+        around, _, child = name.rpartition(".")
+        path = around.split(".")
+        inside = [at for at in experts if is_below(around, [at])]
+        if "experts" not in path and not inside:
+            continue
+        holder = inside[0] if inside else ".".join(path[: path.index("experts")])
+        raise ValueError(
+            f"the FSDP plan makes {name} a unit of its own, but a rank whose {child!r} gets no token would "
+            f"not join its collectives, and the others would wait. Give the rule to {holder!r} instead."
         )
 
 

@@ -41,12 +41,14 @@ def apply_fsdp(
     for name in plans.experts:
         inside = [sharding for at, sharding in shardings.items() if is_below(at, [name])]
         if any(sharding.data_axis is not None for sharding in inside):
-            units.shard_experts(name)
+            units.shard_experts(name, reshard=FSDP_STYLES[plans.fsdp.get(name, "free_full_weight")])
     if all(sharding.data_axis in (None, "efsdp") for sharding in shardings.values()):
         order_gathers(model)
         return
     done = units.shard_float32(plans.fsdp)
-    fsdp = {name: style for name, style in plans.fsdp.items() if name not in done}
+    fsdp = {
+        name: style for name, style in plans.fsdp.items() if name not in (*done, *plans.experts)
+    }
     kept = [name for name, style in fsdp.items() if not FSDP_STYLES[style]]
     for name, style in fsdp.items():
         if FSDP_STYLES[style]:
@@ -96,13 +98,13 @@ class _Units:
             **self._policies(float32=float32),
         )
 
-    def shard_experts(self, name: str) -> None:
+    def shard_experts(self, name: str, *, reshard: bool) -> None:
         """Make a unit of an experts module, over the expert mesh, with the right divisor."""
         module = self.model.get_submodule(name)
         fully_shard(
             module,
             mesh=self._data_mesh("efsdp"),
-            reshard_after_forward=True,
+            reshard_after_forward=reshard,
             **self._policies(experts=True),
         )
         assert isinstance(module, FSDPModule)

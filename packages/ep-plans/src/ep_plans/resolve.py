@@ -14,7 +14,7 @@ from torch import nn
 
 from ep_mesh import DistributedConfig
 from ep_plans._compat import class_plan
-from ep_plans.checks import check_attention, check_experts, check_pairs
+from ep_plans.checks import check_attention, check_experts, check_pairs, check_units
 from ep_plans.families import family_plan, family_style
 from ep_plans.patterns import is_below, nearest, rule_for, wildcard
 from ep_plans.styles import FSDP_STYLES, STYLES, Scope
@@ -116,6 +116,7 @@ def resolve_plans(model: nn.Module, config: DistributedConfig) -> Plans:
     )
     cut = [name for name, style in ep.items() if STYLES[style].scope is Scope.EXPERT_WEIGHT]
     check_experts(model, plans.experts, cut, ep, config)
+    check_units(plans.fsdp, plans.experts)
     check_pairs(model, tp)
     check_attention(model, tp, config.tp_size)
     for name, style in (*tp.items(), *ep.items()):
