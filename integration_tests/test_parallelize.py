@@ -197,6 +197,18 @@ def test_an_unknown_option_is_refused_before_anything_is_read() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantization_that_leaves_experts_out_is_told(dtype: torch.dtype) -> None:
+    model = build()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for name in ("q_proj", "o_proj"):
+            weight = getattr(attention, name).weight.detach().to(dtype)
+            getattr(attention, name).weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"q_proj.weight and 3 .*, while .*gate_up_proj and 3 "):
+        parallelize(model, {"fsdp_size": 1})
+
+
 def test_an_unknown_way_to_recompute_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"experts_recompute='gate' is unknown; known are none, gate_up"

@@ -20,6 +20,7 @@ from expert_parallel.configs import as_config
 from expert_parallel.fusing import fuse_norms
 from expert_parallel.generation import generate
 from expert_parallel.lora.adding import lora_state
+from expert_parallel.lora.targets import quantized_parameters
 from expert_parallel.saving import save_pretrained
 
 _SAVE_DEFAULTS = {
@@ -71,8 +72,8 @@ def parallelize(
         all ranks together.
 
     Raises:
-        ValueError: the config does not fit the model, the number of processes or this machine;
-            nothing is cut or moved then.
+        ValueError: the config does not fit the model, the number of processes or this machine, or
+            the model is quantized but for its experts; nothing is cut or moved then.
 
     Costs one small all-gather.
     """
@@ -117,6 +118,13 @@ def shard_model(
     """
     if lora_state(model) is not None:
         raise ValueError("This model holds adapters: shard it first, then add_lora.")
+    quantized, whole = quantized_parameters(model)
+    if quantized and whole:
+        raise ValueError(
+            f"{quantized[0]} and {len(quantized) - 1} others are quantized, while {whole[0]} and "
+            f"{len(whole) - 1} other weights of experts, the larger part, are not: quantizers leave fused "
+            "experts as they are. Load the model without quantization."
+        )
     if recompute not in get_args(Recompute):
         raise ValueError(
             f"experts_recompute={recompute!r} is unknown; known are {', '.join(get_args(Recompute))}."

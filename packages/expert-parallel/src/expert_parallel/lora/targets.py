@@ -238,6 +238,16 @@ def _check_weight(model: nn.Module, layer: PeftLayer) -> None:
         )
 
 
+def quantized_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the weights in less than 16 bit, and of the fused expert weights that are not."""
+    quantized = [
+        name
+        for name, p in model.named_parameters()
+        if not p.is_floating_point() or p.element_size() < 2
+    ]
+    return quantized, [name for name, _ in _stacked_parameters(model) if name not in quantized]
+
+
 def check_not_quantized(model: nn.Module) -> None:
     """Refuse a base model of which anything is quantized.
 
@@ -247,13 +257,8 @@ def check_not_quantized(model: nn.Module) -> None:
     Raises:
         ValueError: names a quantized weight and a fused one that isn't.
     """
-    quantized = [
-        name
-        for name, p in model.named_parameters()
-        if not p.is_floating_point() or p.element_size() < 2
-    ]
+    quantized, whole = quantized_parameters(model)
     if quantized:
-        whole = [name for name, p in _stacked_parameters(model) if name not in quantized]
         left = f", while {whole[0]} and {len(whole) - 1} others are not" if whole else ""
         raise ValueError(
             f"{quantized[0]} and {len(quantized) - 1} others are quantized{left}. Adapters are for "
