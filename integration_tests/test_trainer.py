@@ -218,7 +218,11 @@ FOUR = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
         {"activation_checkpointing": True, "gradient_accumulation_steps": 3},
         {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
         {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
-        {"optim": "sgd", "max_grad_norm": 0.0},
+        {
+            "optim": "sgd",
+            "max_grad_norm": 0.0,
+            "include_num_input_tokens_seen": "non_padding",
+        },
     ],
     ids=str,
 )

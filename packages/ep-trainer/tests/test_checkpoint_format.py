@@ -141,7 +141,7 @@ def test_ranks_may_hold_different_names() -> None:
 @pytest.mark.parametrize(
     ("plans", "words"),
     [
-        # Case 28: one rank's experts, or all but one's.
+        # One rank's experts, or all but one's.
         ([[("w", (0, 0), (2, 3), (4, 3))]], "w: no rank holds the indices 2, 3 of dimension 0"),
         (
             [[("w", (0, 0), (2, 2), (4, 4))], [("w", (2, 2), (2, 2), (4, 4))]],

@@ -302,7 +302,12 @@ def best(rank: int, folder: str, only_model: bool) -> tuple[Any, ...]:
         trainer = make(folder, 0, Worsening(), **changes)
         trainer.train()
     best_loss = trainer.state.best_metric
-    return best_loss, trainer.evaluate()["eval_loss"], trainer.state.best_global_step
+    found = best_loss, trainer.evaluate()["eval_loss"], trainer.state.best_global_step
+    if only_model:
+        resumed = make(folder, 7, save_strategy="no")
+        with pytest.raises(CheckpointError, match="checkpoint-2 holds the model only"):
+            resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return found
 
 
 class Worsening(transformers.TrainerCallback):

@@ -285,9 +285,7 @@ def _planned(
         yield config, _TENSORS * itemsize * most
         if config.pp_size == 1 and config.ep_size == config.tp_size > 1:
             # Of a shared batch, so not of slices.
-            shared = replace(
-                config, ep_implementation="all_reduce", enable_sequence_parallel=False
-            )
+            shared = replace(config, ep_implementation="all_reduce", enable_sequence_parallel=False)
             yield shared, _TENSORS * itemsize * most
 
 
