@@ -15,6 +15,7 @@ from ep_dispatch import AllToAll, EPImplementationInterface
 from ep_plans import full_tensor
 from ep_testing import RankPool
 from expert_parallel import AutoModelForCausalLM, initialize, parallelize
+from expert_parallel.lora.targets import quantized_parameters
 
 LAYOUTS = [
     dispatching(tp_size=2, fsdp_size=4, ep_size=4),
@@ -207,6 +208,15 @@ def test_a_quantization_that_leaves_experts_out_is_told(dtype: torch.dtype) -> N
             getattr(attention, name).weight = nn.Parameter(weight, requires_grad=False)
     with pytest.raises(ValueError, match=r"q_proj.weight and 3 .*, while .*gate_up_proj and 3 "):
         parallelize(model, {"fsdp_size": 1})
+    for layer in model.model.layers:  # all of it: experts with their scales
+        experts = layer.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, name).detach().to(dtype)
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+        experts.gate_up_proj_scale_inv = nn.Parameter(torch.ones(8, 1, 1), requires_grad=False)
+    quantized, whole = quantized_parameters(model)
+    assert len(quantized) == 8
+    assert whole == []
 
 
 def test_an_unknown_way_to_recompute_is_refused() -> None:

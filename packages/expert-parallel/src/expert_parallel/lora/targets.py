@@ -239,13 +239,17 @@ def _check_weight(model: nn.Module, layer: PeftLayer) -> None:
 
 
 def quantized_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
-    """The names of the weights in less than 16 bit, and of the fused expert weights that are not."""
+    """The names of the weights in less than 16 bit; and of the fused experts', if none of these is.
+
+    Quantized experts have scales beside them, which look like weights.
+    """
     quantized = [
         name
         for name, p in model.named_parameters()
         if not p.is_floating_point() or p.element_size() < 2
     ]
-    return quantized, [name for name, _ in _stacked_parameters(model) if name not in quantized]
+    stacked = [name for name, _ in _stacked_parameters(model)]
+    return quantized, stacked if set(stacked).isdisjoint(quantized) else []
 
 
 def check_not_quantized(model: nn.Module) -> None:
