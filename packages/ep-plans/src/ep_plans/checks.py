@@ -127,9 +127,10 @@ def check_units(fsdp: Collection[str], experts: Collection[str]) -> None:
         if "experts" not in path and not inside:
             continue
         holder = inside[0] if inside else ".".join(path[: path.index("experts")])
+        advice = f"Give the rule to {holder!r} instead." if holder else "Leave the rule out."
         raise ValueError(
             f"the FSDP plan makes {name} a unit of its own, but a rank whose {child!r} gets no token would "
-            f"not join its collectives, and the others would wait. Give the rule to {holder!r} instead."
+            f"not join its collectives, and the others would wait. {advice}"
         )
 
 
