@@ -23,6 +23,7 @@ PLAIN = ("layouts_checked", "rank_pool", "load_cost", "checkpoint_cost")
 """Figures that compare nothing."""
 TOLD = (
     "exchange_alone",
+    "fsdp2",
     "bytes_ratio",
     "seconds",
     "bound",
@@ -326,6 +327,33 @@ def wire_error() -> dict[str, Any]:
         "reference": "the same layer with rows in float64",
         "conditions": f"bfloat16 wire, output, uniform rows; {sizes}; ep=8; 8 gloo ranks",
         "errors": {key: [float(f"{x:.2g}") for x in pair] for key, pair in errors.items()},
+    }
+
+
+@figure
+def compile_step_speedup() -> dict[str, Any]:
+    """A training step as written over one with layers compiled by inductor, on 2 ranks."""
+    import tempfile
+
+    import moe_step
+
+    from ep_testing import RankPool
+
+    pool = RankPool()
+    seconds = {}
+    with tempfile.TemporaryDirectory() as folder:
+        moe_step.write_checkpoint(Path(folder))
+        for name, layout in {"tp2": {"tp_size": 2}, "fsdp2": {"fsdp_size": 2}}.items():
+            found = pool.run(moe_step.compiled_seconds, folder, layout, 2, world=2, timeout=500)[0]
+            seconds[name] = {key: round(value, 3) for key, value in found.items()}
+    pool.close()
+    return {
+        "value": seconds["tp2"]["as written"] / seconds["tp2"]["compiled"],
+        "unit": "ratio",
+        "reference": "the same step as it is written",
+        "conditions": f"tp=2, ep=2: {moe_step.DEFAULT}; 2 gloo ranks of one thread each",
+        "fsdp2": seconds["fsdp2"]["as written"] / seconds["fsdp2"]["compiled"],
+        "seconds": seconds,
     }
 
 

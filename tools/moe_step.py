@@ -180,6 +180,20 @@ def step_seconds(
     return {name: median(found) for name, found in times.items()}
 
 
+def compiled_seconds(
+    rank: int, folder: str, layout: dict[str, int], ep: int, repeats: int = 7
+) -> dict[str, float]:
+    """Seconds of a step as written and with compiled layers, medians in turns; and of compiling them."""
+    from ep_plans import compile_layers
+
+    plain, compiled = (build(folder, layout, ep, ours=True) for _ in range(2))
+    compile_layers(compiled.model)
+    steps = {"as written": plain.step, "compiled": compiled.step}
+    first = timed_in_turns(steps, 1)
+    times = {name: median(found) for name, found in timed_in_turns(steps, repeats).items()}
+    return {**times, "first compiled": first["compiled"][0]}
+
+
 def ep_of(name: str) -> int:
     """The EP size in a name of `step_seconds`."""
     return int(name.partition(" ep=")[2])
