@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from dispatching import dispatching, name_of
-from equality import all_float64
 from test_selective import CHECKPOINTING, communication
 from test_trainer import GLOBAL_BATCH, arguments, check_same, curve, data, on_rank, one_process
 from test_trainer import build as build_float32
@@ -69,24 +68,23 @@ def compare(rank: int, family: str, sizes: dict[str, Any], way: str) -> tuple[li
     counters.clear()
     config = DistributedConfig(**(sizes if family == "llama4" else dispatching(**sizes)))
     backend = Counting()
-    with all_float64():
-        layers = {} if family == "gpt_oss" else {"num_hidden_layers": 3}
-        model: Any = parallelize(build(FAMILIES[family](**layers)), config)
-        if way == "lora":
-            import peft
+    layers = {} if family == "gpt_oss" else {"num_hidden_layers": 3}
+    model: Any = parallelize(build(FAMILIES[family](**layers)), config)
+    if way == "lora":
+        import peft
 
-            add_lora(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
-        if way in ("plain", "selective"):
-            more = {"context_fn": keep_communicated} if way == "selective" else {}
-            model.gradient_checkpointing_enable({"use_reentrant": False, **more})
-        shard = config.layout.batch_of(rank)
-        count = way != "lora"
-        expected, _, sent = steps(model, shard, count_sent=count)
-        names = set(model.state_dict())
-        compiled = compile_layers(model, backend=backend)
-        assert compiled
-        assert not any("experts" in name and "shared" not in name for name in compiled)
-        found, graphs, sent_compiled = steps(model, shard, backend, count_sent=count)
+        add_lora(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    if way in ("plain", "selective"):
+        more = {"context_fn": keep_communicated} if way == "selective" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **more})
+    shard = config.layout.batch_of(rank)
+    count = way != "lora"
+    expected, _, sent = steps(model, shard, count_sent=count)
+    names = set(model.state_dict())
+    compiled = compile_layers(model, backend=backend)
+    assert compiled
+    assert not any("experts" in name and "shared" not in name for name in compiled)
+    found, graphs, sent_compiled = steps(model, shard, backend, count_sent=count)
     assert set(model.state_dict()) == names
     # Plain checkpointing runs a piece again to its end, that of an all-reduce, where it stopped before.
     assert sent_compiled == sent or (way == "plain" and sent_compiled > sent)
@@ -167,7 +165,7 @@ def test_the_trainer_learns_the_same_and_resumes(ranks: RankPool, tmp_path: Path
 def test_with_inductor_and_over_stages(all_layouts: bool) -> None:
     if not all_layouts:
         pytest.skip("a C++ compiler runs for a minute")
-    ranks = RankPool()  # new ones: inductor, imported inside `all_float64`, would know no float32
+    ranks = RankPool()  # new ones: what other tests imported inside `all_float64` knows no float32
     model = {"num_hidden_layers": 4}
     for sizes, backend in (
         ({"tp_size": 2, "ep_size": 2}, "inductor"),
