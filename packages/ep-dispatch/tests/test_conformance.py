@@ -177,11 +177,12 @@ def toy(rank, moe, fault, tp, workload, laws=None):
     return [], ""
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_right_toy_conforms(ranks, moe, workload):
-    for tp in (1, 2):
-        for failures, _ in ranks.run(toy, moe, "", tp, workload, world=WORLD):
-            assert not failures
+@pytest.mark.parametrize(
+    ("workload", "tp"), [(name, 1 + place % 2) for place, name in enumerate(WORKLOADS)]
+)
+def test_a_right_toy_conforms(ranks, moe, workload, tp):
+    for failures, _ in ranks.run(toy, moe, "", tp, workload, world=WORLD):
+        assert not failures
 
 
 # fault: the law that finds it, ranks of a TP group, a workload in which it is found.
