@@ -49,9 +49,27 @@ def run(rank: int, sizes: dict[str, Any] | None) -> Curve:
 
 def test_own_loss_is_that_of_one_process(ranks: RankPool) -> None:
     expected = run(0, None)
-    answers = ranks.run(run, {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, world=4, timeout=120)
-    for found in answers:
-        check_same(found, expected)
+    for sizes, world in ({"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, 4), ({"pp_size": 2}, 2):
+        for found in ranks.run(run, sizes, world=world, timeout=120):
+            check_same(found, expected)
+
+
+class OwnForward(OwnLoss):
+    """Puts a forward of its own into the model, as `SFTTrainer` does."""
+
+    def __init__(self, model: Any, *rest: Any) -> None:
+        super().__init__(model, *rest)
+        model.forward = lambda **inputs: model.lm_head(model.model(**inputs)[0])
+
+
+def refuse_own_forward(rank: int) -> None:
+    model = parallelize(build(), DistributedConfig(pp_size=2))
+    with pytest.raises(ValueError, match="EPOwnForward replaces the model's forward"):
+        with_layout(OwnForward)(model, arguments("unused", 2))
+
+
+def test_a_forward_of_ones_own_over_stages_is_refused(ranks: RankPool) -> None:
+    ranks.run(refuse_own_forward, world=2, timeout=60)
 
 
 def test_classes() -> None:

@@ -23,6 +23,8 @@ def with_layout(trainer: type[TrainerT]) -> type[TrainerT]:
 
     A trainer with a `compute_loss` of its own computes its auxiliary loss as it does in data parallel
     training: each data shard's own, averaged. Its evaluation loss is the global batch's, each label once.
+    Over pipeline stages its `compute_loss` is called on the last stage, for each micro-batch; trainers
+    that replace the model's forward (`SFTTrainer`) are refused there.
 
     Args:
         trainer: a subclass of `transformers.Trainer` that takes `(model, args, ...)`, and computes its
@@ -59,7 +61,14 @@ class _Mixed(EPTrainer):
                 "peft_config would wrap the sharded model in adapters that are not sharded: call "
                 "expert_parallel.add_lora(model, peft_config) and leave it out here."
             )
+        before = vars(model).get("forward") if isinstance(model, nn.Module) else None
         super().__init__(model, args, *rest, **named)
+        if self.layout.pp > 1 and vars(self.model).get("forward") is not before:
+            raise ValueError(
+                f"{type(self).__name__} replaces the model's forward by one that takes the model apart, and "
+                f"a pipeline stage (pp_size={self.layout.pp}) holds only parts of it: use EPTrainer, or "
+                "pp_size=1."
+            )
         if self.is_sharded:
             _compat.count_gathered_once(self)
 
