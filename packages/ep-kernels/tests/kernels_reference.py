@@ -188,3 +188,12 @@ def plain_gradients(
         return plain(twin, rows, index, weights, *rest) + rows * 0 + nothing  # type: ignore[operator]
 
     return gradients(padded, twin, rows.double(), index, weights.double(), *rest)
+
+
+def rotary_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embeddings of the first values of each head of x [B, N, S, D], as models write it."""
+    width = cos.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    low, high = part.chunk(2, dim=-1)
+    turned = part * cos.unsqueeze(1) + torch.cat([-high, low], dim=-1) * sin.unsqueeze(1)
+    return torch.cat([turned, rest], dim=-1)

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextRMSNorm
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 import expert_parallel.fusing
-from expert_parallel.fusing import fuse_norms
+from expert_parallel.fusing import fuse, fuse_norms, fuse_rotary
 
 
 class Detached(Qwen3MoeRMSNorm):
@@ -129,3 +133,80 @@ def test_no_other_object_changes() -> None:
     fuse_norms(nn.Sequential(Qwen3MoeRMSNorm(8)))
     assert "forward" not in vars(other)
     assert Qwen3MoeRMSNorm.forward is before
+
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def loss_and_gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_computes_what_it_did(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another one of the same class is not touched."""
+    plain = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, experts_implementation="eager")).to(dtype)
+    changed, ids = copy.deepcopy(plain), torch.randint(0, 32, (2, 7))
+    assert len(fuse(changed)) == 9 + 2
+    monkeypatch.setattr(modeling_qwen3_moe, "rotate_half", None)  # which plain models need
+    with pytest.raises(TypeError):
+        plain(input_ids=ids)
+    found = loss_and_gradients(changed, ids)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, loss_and_gradients(plain, ids))
+
+
+def attention_of(rotary: Any) -> nn.Module:
+    """Attention whose forward calls the rotation that its module has."""
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return apply_rotary_pos_emb(*args)  # type: ignore[name-defined]  # noqa: F821
+
+    names = {"apply_rotary_pos_emb": rotary}
+    own = type(forward)(forward.__code__, names, "forward")
+    return type("Attention", (nn.Module,), {"forward": own})()
+
+
+@pytest.mark.parametrize(
+    ("rotary", "widths"),
+    [
+        (modeling_qwen3_moe.apply_rotary_pos_emb, {8: True}),
+        (modeling_glm4_moe.apply_rotary_pos_emb, {8: True, 4: True}),  # of the first part too
+        (modeling_glm4.apply_rotary_pos_emb, {8: False, 4: False}),  # of pairs of neighbours
+    ],
+    ids=["halves", "part", "pairs"],
+)
+def test_rotations(rotary: Any, widths: dict[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, calls = attention_of(rotary), list[Any]()
+    inner = expert_parallel.fusing.apply_rotary
+    fuse_rotary(attention)
+
+    def watched(*args: Any) -> Tensor:
+        calls.append(args)
+        return inner(*args)
+
+    monkeypatch.setattr(expert_parallel.fusing, "apply_rotary", watched)
+    for width, fused in widths.items():
+        query, key, cos, sin = (
+            torch.randn(2, n, 5, w) if n else torch.randn(2, 5, w)
+            for n, w in ((4, 8), (2, 8), (0, width), (0, width))
+        )
+        calls.clear()
+        torch.testing.assert_close(attention(query, key, cos, sin), rotary(query, key, cos, sin))
+        assert bool(calls) == fused
+        calls.clear()
+        in_float64 = query, key, cos.double(), sin.double()
+        assert torch.equal(attention(*in_float64)[0], rotary(*in_float64)[0])
+        assert not calls

@@ -9,6 +9,7 @@ from .low_rank import ExpertsLowRank, LowRank, takes_low_rank, with_low_rank
 from .mlp import Recompute
 from .module import RoutedExperts, compacted_forward, module_experts_forward
 from .norm import rms_norm
+from .rotary import apply_rotary
 from .spec import ExpertsSpec, ExpertsWeights, why_not
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LowRank",
     "Recompute",
     "RoutedExperts",
+    "apply_rotary",
     "choose_backend",
     "compacted_forward",
     "experts_forward",

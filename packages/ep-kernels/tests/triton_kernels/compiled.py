@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ep_kernels.triton_kernels import activation, products, rows
+from ep_kernels.triton_kernels import activation, products, rotary, rows
 
 WIDE = {"bf16": tl.float32, "fp64": tl.float64}
 
@@ -52,6 +52,14 @@ def test_elementwise(dtype: str, capability: int, ones: bool) -> None:
     for wanted in (False, True):
         more = {"grad": x, "dots": dots}
         call(activation._backward_kernel, pointers | more, WANTED=wanted, **wide)
+
+
+@pytest.mark.parametrize(("dtype", "capability", "rest"), [("bf16", 90, 0), ("fp64", 80, 64)])
+@pytest.mark.parametrize("back", [False, True])
+def test_rotary(dtype: str, capability: int, rest: int, back: bool) -> None:
+    pointers = dict.fromkeys(["x", "cos", "sin", "out"], f"*{dtype}")
+    sizes = {"HEADS": 16, "HALF": 64, "REST": rest, "WIDE": WIDE[dtype], "BACK": back}
+    check(rotary._rotary_kernel, pointers, capability, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import ep_kernels
 from ep_kernels import (
     ExpertsSpec,
     ExpertsWeights,
+    apply_rotary,
     experts_forward,
     module_experts_forward,
     operators,
@@ -26,6 +27,7 @@ from ep_kernels.activation import scaled_activation, scaled_activation_backward
 from ep_kernels.products import Taken
 from ep_kernels.rows import gather, segment_sums, slots_by_row, sum_rows, take_rows
 from ep_kernels.triton_kernels import activation, products
+from ep_kernels.triton_kernels import rotary as rotary_kernels
 from ep_kernels.triton_kernels import rows as row_kernels
 from ep_kernels.triton_kernels.products import TritonProducts, tiles_of
 
@@ -163,6 +165,35 @@ def test_swiglu(slots: int, inner: int, dtype: torch.dtype) -> None:
         assert torch.equal(hidden, out)
         if to is not None:
             check(to, pre_grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "rotated", "batches"),
+    [((2, 3, 4, 8), 8, 2), ((2, 5, 3, 10), 6, 1), ((1, 1, 2, 2), 2, 1), ((2, 0, 3, 4), 4, 2)],
+    ids=str,
+)
+def test_rotary(
+    shape: tuple[int, ...],
+    rotated: int,
+    batches: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several programs a position, heads that don't fill one, input and gradient of other strides."""
+    monkeypatch.setattr(rotary_kernels, "_BLOCK", 16)
+    batch, heads, length, width = shape
+    x = randn(batch, length, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
+    grad = randn(batch, heads, width, length, dtype=dtype, seed=1).transpose(2, 3)
+    cos = randn(batches, length, rotated, dtype=dtype, seed=2)
+    sin = randn(batches, length, rotated, dtype=dtype, seed=3)
+    exact = x.detach().double().requires_grad_()
+    expected = plain.rotary_formula(exact, cos.double(), sin.double())
+    out = apply_rotary(x, cos, sin)
+    check(out, expected, dtype)
+    (exact_grad,) = torch.autograd.grad(expected, exact, grad.double())
+    (found,) = torch.autograd.grad(out, x, grad)
+    check(found, exact_grad, dtype)
 
 
 @COUNTS

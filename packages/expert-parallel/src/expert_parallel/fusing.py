@@ -1,11 +1,18 @@
-"""Compute by one operator what a model composes of several: its RMS norms.
+"""Compute by one operator what a model composes of several: RMS norms and rotary embeddings.
 
 [Note: what is recognised]
 A norm's code is not read but tried. Its own forward runs on a few rows whose sizes lie far apart, in
 float32 and in bfloat16, with a random weight, and its output and gradients have to be those of
 `ep_kernels.rms_norm` up to rounding. A weight of `1 + w`, a gate, dropped or detached terms and another
-epsilon all fail, and such a module stays as it is. Nothing is changed but the `forward` of that one
-object: other models of the process keep theirs.
+epsilon all fail, and such a module stays as it is. So it is with the function that rotates queries and keys.
+Nothing is changed but the `forward` of the objects of one model: other models of the process keep
+theirs.
+
+[Note: a function of another module]
+transformers' attention calls `apply_rotary_pos_emb`, a global of its module. Its own hook for another one
+is the package `kernels`, which has to be there when transformers is imported, and changes the classes of
+all models. So the attention of a model is given a copy of its class's forward whose globals differ in
+that one name.
 """
 
 from __future__ import annotations
@@ -13,14 +20,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from types import MethodType
+from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ep_kernels import rms_norm
+from ep_kernels import apply_rotary, rms_norm
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
@@ -28,6 +36,15 @@ _BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7}
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In which norms compute in float32, as `ep_kernels` does. Models do so in float64 too."""
+
+
+_ROTARY = "apply_rotary_pos_emb"
+"""transformers 5.17 to 5.24: what attention calls with queries, keys, cos and sin."""
+
+
+def fuse(model: nn.Module) -> list[nn.Module]:
+    """`fuse_norms` and `fuse_rotary`."""
+    return fuse_norms(model) + fuse_rotary(model)
 
 
 def fuse_norms(model: nn.Module) -> list[nn.Module]:
@@ -142,4 +159,132 @@ def _takes(x: Any, weight: Any) -> bool:
         and weight.dtype is x.dtype
         and weight.device == x.device
         and weight.shape == x.shape[-1:]
+    )
+
+
+def fuse_rotary(model: nn.Module) -> list[nn.Module]:
+    """Let the attention of `model` rotate queries and keys by one operator. In place.
+
+    Calls that the operator does not take (cos and sin of another dtype, heads in another dimension,
+    DTensors, torch.compile) run the model's own code.
+
+    Returns:
+        The attention modules, as `fuse_norms` does.
+    """
+    found = []
+    for module in model.modules():
+        if "forward" in module.__dict__:
+            continue
+        forward = _rotary_forward(type(module).forward)
+        if forward is not None:
+            module.forward = MethodType(forward, module)
+            found.append(module)
+    return found
+
+
+@functools.cache
+def _rotary_forward(forward: Any) -> Any:
+    """A copy of the forward that calls the operator; None if it calls no function that does the same."""
+    return _with_rotary(forward, set()) if isinstance(forward, FunctionType) else None
+
+
+def _with_rotary(function: FunctionType, seen: set[int]) -> FunctionType | None:
+    """A copy of a function, and of functions that it closes over, as decorators do."""
+    if id(function) in seen:
+        return None
+    seen.add(id(function))
+    cells = list(function.__closure__ or ())
+    inner = [_with_rotary(f, seen) if (f := _content(cell)) is not None else None for cell in cells]
+    names = function.__globals__
+    own = names.get(_ROTARY) if _ROTARY in function.__code__.co_names else None
+    rotary = None if own is None else _fused_rotary(own)
+    if rotary is None and not any(inner):
+        return None
+    cells = [
+        CellType(new) if new is not None else cell for new, cell in zip(inner, cells, strict=True)
+    ]
+    made = FunctionType(
+        function.__code__,
+        names if rotary is None else {**names, _ROTARY: rotary},
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(made)  # type: ignore[return-value]
+
+
+def _content(cell: CellType) -> FunctionType | None:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+    return content if isinstance(content, FunctionType) else None
+
+
+@functools.cache
+def _fused_rotary(own: Any) -> Callable[..., Any] | None:
+    """What rotates queries and keys as `own` does; None if that is no plain rotation of halves."""
+    if not _rotates(own, 8):
+        return None
+    in_part = _rotates(own, 4)
+
+    @functools.wraps(own)
+    def rotary(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and not torch.compiler.is_compiling():
+            query, key, cos, sin = args
+            if all(_rotary_takes(x, cos, sin, in_part=in_part) for x in (query, key)):
+                return apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        return own(*args, **kwargs)
+
+    return rotary
+
+
+def _rotates(own: Any, rotated: int) -> bool:
+    """Whether `own` gives what the operator does for heads of 8, of which so many are rotated."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    inputs = [draw(2, 3, 5, 8), draw(2, 1, 5, 8), draw(2, 5, rotated), draw(2, 5, rotated)]
+    grads = [draw(2, 3, 5, 8), draw(2, 1, 5, 8)]
+    for dtype, bound in _BOUNDS.items():
+        query, key, cos, sin = (x.to(dtype) for x in inputs)
+        found = []
+        for function in (lambda x, y, c, s: (apply_rotary(x, c, s), apply_rotary(y, c, s)), own):
+            leaves = query.clone().requires_grad_(), key.clone().requires_grad_()
+            try:
+                with torch.enable_grad():
+                    out = function(*leaves, cos, sin)
+                    into = torch.autograd.grad(out, leaves, [g.to(dtype) for g in grads])
+            except Exception:  # noqa: BLE001 (it takes something else)
+                return False
+            found.append([*out, *into])
+        for mine, theirs in zip(*found, strict=True):
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                return False
+            if (mine.double() - theirs.double()).norm() > bound * mine.double().norm():
+                return False
+    return True
+
+
+def _rotary_takes(x: Any, cos: Any, sin: Any, *, in_part: bool) -> bool:
+    """Whether the operator takes these, as the model's own code would."""
+    tensors = x, cos, sin
+    if not all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in tensors):
+        return False
+    if (
+        x.ndim != 4
+        or cos.ndim != 3
+        or cos.shape != sin.shape
+        or cos.shape[0] not in (1, x.shape[0])
+    ):
+        return False
+    rotated = cos.shape[2]
+    return (
+        cos.shape[1] == x.shape[2]
+        and (rotated == x.shape[3] or (in_part and rotated < x.shape[3]))
+        and rotated % 2 == 0
+        and x.is_floating_point()
+        and all(t.dtype is x.dtype and t.device == x.device for t in tensors)
+        and not cos.requires_grad
+        and not sin.requires_grad
     )

@@ -17,7 +17,7 @@ from ep_dispatch.implementation import MEGAMOE
 from ep_kernels import BackendRequest, Recompute, compacted_forward, module_experts_forward
 from ep_mesh import DistributedConfig, ParallelMesh
 from expert_parallel.configs import as_config
-from expert_parallel.fusing import fuse_norms
+from expert_parallel.fusing import fuse
 from expert_parallel.generation import generate
 from expert_parallel.lora.adding import lora_state
 from expert_parallel.lora.targets import quantized_parameters
@@ -64,8 +64,9 @@ def parallelize(
         experts_backend: who computes the matrix products of the experts that an EP plan dispatches:
             `"deep_gemm"`, `"triton"`, `"grouped_mm"`, `"loop"`, or what `ep_kernels.choose_backend`
             finds best (`"auto"`). What it can't compute is an error.
-        fused_operators: run RMS norms as one operator (`ep_kernels.rms_norm`): the same but for rounding, and
-            only their input is kept for backward. Those of another formula stay as they are.
+        fused_operators: run RMS norms (`ep_kernels.rms_norm`, which keeps only its input for backward) and
+            rotary embeddings (`ep_kernels.apply_rotary`) as one operator each: the same but for
+            rounding. Those of another formula stay as they are.
 
     Returns:
         The same model; `save_pretrained` and `generate` of a transformers model now work for
@@ -114,7 +115,7 @@ def shard_model(
         recompute: what `ep_kernels` computes again in backward.
         ep_options: further settings of the implementation.
         backend: who computes the products of `ep_kernels`.
-        fused_operators: run RMS norms as one operator.
+        fused_operators: run RMS norms and rotary embeddings as one operator each.
     """
     if lora_state(model) is not None:
         raise ValueError("This model holds adapters: shard it first, then add_lora.")
@@ -145,12 +146,12 @@ def shard_model(
     make: Callable[[nn.Module], ExpertsForward] = _module_forward
     if own_experts:
         make = functools.partial(module_experts_forward, recompute=recompute, backend=backend)
-    norms = fuse_norms(model) if fused_operators else []
+    fused = fuse(model) if fused_operators else []
     try:
         ep_plans.parallelize(model, mesh, config, experts_forward=make, ep_options=ep_options)
     except BaseException:
-        for norm in norms:
-            norm.__dict__.pop("forward", None)
+        for module in fused:
+            module.__dict__.pop("forward", None)
         raise
     if isinstance(model, PreTrainedModel):
         install_saving(model)

@@ -17,6 +17,7 @@ from torch import Tensor
 import ep_kernels.activation
 import ep_kernels.mlp
 import ep_kernels.norm
+import ep_kernels.rotary
 import ep_kernels.rows
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
@@ -78,6 +79,11 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
                 kernel([grad, x, weight, scale], [out])
         return x_grad, weight_grad
 
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+        out = torch.empty_like(x)
+        kernel([x, cos, sin], [out])
+        return out
+
     with ExitStack() as stack:
         for owner, name, function in (
             (ep_kernels.mlp, "scaled_activation", activate),
@@ -86,6 +92,7 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
             (rows, "segment_sums", segment_sums),
             (ep_kernels.norm, "normalize", normalize),
             (ep_kernels.norm, "normalize_backward", normalize_backward),
+            (ep_kernels.rotary, "rotate", rotate),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
