@@ -100,18 +100,16 @@ def resume_worst_relative_loss(full: bool = False) -> dict[str, Any]:
     }
 
 
-def cost_on_rank(rank: int, path: str, folder: str) -> dict[str, float]:
-    """Save and load a model with AdamW's moments on this rank."""
-    import checkpoints as measuring
+def state_on_rank(path: str, sizes: dict[str, int]) -> tuple[dict[str, Any], Any]:
+    """What this rank holds of a model with AdamW's moments, by section and name; and its manifest."""
     import torch
-    import torch.distributed as dist
 
     from ep_mesh import DistributedConfig
-    from ep_trainer.checkpoint import Checkpointer, Contents, Manifest
+    from ep_trainer.checkpoint import Manifest
     from ep_trainer.checkpoint.state import model_tensors, optimizer_state
     from expert_parallel import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=SIZES)
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=sizes)
     tensors = model_tensors(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -121,10 +119,20 @@ def cost_on_rank(rank: int, path: str, folder: str) -> dict[str, float]:
         }
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
     state = optimizer_state(optimizer, {id(tensor): name for name, tensor in tensors.items()})
-    sections = {"model": tensors, "optimizer": state.tensors}
-    held = sum(t.to_local().nbytes for s in sections.values() for t in s.values() if t.ndim)
-    layout = DistributedConfig(**SIZES).layout
+    layout = DistributedConfig(**sizes).layout
     manifest = Manifest(1, asdict(layout), layout.world_size, (), {}, {})
+    return {"model": tensors, "optimizer": state.tensors}, manifest
+
+
+def cost_on_rank(rank: int, path: str, folder: str) -> dict[str, float]:
+    """Save and load a model with AdamW's moments on this rank."""
+    import checkpoints as measuring
+    import torch.distributed as dist
+
+    from ep_trainer.checkpoint import Checkpointer, Contents
+
+    sections, manifest = state_on_rank(path, SIZES)
+    held = sum(t.to_local().nbytes for s in sections.values() for t in s.values() if t.ndim)
     saver = Checkpointer()
     found: dict[str, float] = {"shards": held}
     for name, in_background in (("sync", False), ("first", True), ("async", True)):

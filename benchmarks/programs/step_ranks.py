@@ -56,18 +56,18 @@ def times(
     own: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(REPEATS + 2):
         for name, step in steps.items():
-            _together()
+            together()
             start, busy = time.perf_counter(), time.process_time()
             step()
             busy = time.process_time() - busy
-            _together()
+            together()
             if repeat > 1:
                 wall[name].append(time.perf_counter() - start)
                 own[name].append(busy)
     return {name: (median(wall[name]), median(own[name])) for name in names}
 
 
-def _together() -> None:
+def together() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
