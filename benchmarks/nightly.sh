@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Measure the commits that have no results yet, keep the results on the branch benchmark-results, build the
-# pages under .asv/html. Needs a full clone; `benchmarks/nightly.sh [RANGE]`, by default the last commit.
+# pages under .asv/html. Needs a full clone; `benchmarks/nightly.sh [RANGE [OPTIONS]]`, by default the last
+# commit; options are those of `asv run`, such as `--bench Dispatch`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 range=${1:-HEAD^!}
+shift || true
 results=.asv/results
 mkdir -p .asv
 if ! git worktree list --porcelain | grep -q "/$results$"; then
@@ -14,7 +16,7 @@ if ! git worktree list --porcelain | grep -q "/$results$"; then
         git worktree add --quiet --orphan -b benchmark-results "$results"
     fi
 fi
-nox -s bench -- run --skip-existing-successful "$range"
+nox -s bench -- run --skip-existing-successful "$@" "$range"
 git -C "$results" add .
 git -C "$results" diff --cached --quiet || git -C "$results" commit --quiet -m "Results of $(git rev-parse --short HEAD)"
 nox -s bench -- publish
