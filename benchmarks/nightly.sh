@@ -10,11 +10,9 @@ results=.asv/results
 mkdir -p .asv
 if ! git worktree list --porcelain | grep -q "/$results$"; then
     git fetch --quiet origin benchmark-results:benchmark-results 2>/dev/null || true
-    if git rev-parse --quiet --verify benchmark-results >/dev/null; then
-        git worktree add --quiet "$results" benchmark-results
-    else
-        git worktree add --quiet --orphan -b benchmark-results "$results"
-    fi
+    git rev-parse --quiet --verify benchmark-results >/dev/null ||
+        git branch benchmark-results "$(git commit-tree -m "No results yet" "$(git mktree </dev/null)")"
+    git worktree add --quiet "$results" benchmark-results
 fi
 nox -s bench -- run --skip-existing-successful "$@" "$range"
 git -C "$results" add .
