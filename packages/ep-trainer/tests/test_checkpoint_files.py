@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ep_trainer.checkpoint import (
     read_manifest,
 )
 from ep_trainer.checkpoint import checkpointer as module
+from ep_trainer.checkpoint.locking import sole_run
 from ep_trainer.checkpoint.manifest import MANIFEST, is_complete, rotate, tidy
 
 
@@ -159,6 +161,61 @@ def test_rotation_keeps_the_newest_and_the_best_and_counts_complete_ones(tmp_pat
     ]
     assert [path.name for path in rotate(tmp_path, 1, None)] == ["checkpoint-1"]
     assert rotate(tmp_path, 1, None) == [], "never the only complete one"
+
+
+def test_rotation_leaves_what_another_run_has_written(tmp_path: Path) -> None:
+    for step in (2, 4, 500):
+        write(tmp_path, step)
+    assert [path.name for path in rotate(tmp_path, 1, None, until=4)] == ["checkpoint-2"]
+    assert [step for step, _ in checkpoints(tmp_path)] == [500, 4]
+    write(tmp_path, 2)
+    best = str(tmp_path / "checkpoint-2")
+    deleted = rotate(tmp_path, 1, best, until=4, keep_newest=False)
+    assert [path.name for path in deleted] == ["checkpoint-4"]
+
+
+def test_what_is_in_a_checkpoints_place_is_not_lost(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.write_text("a file")
+    write(tmp_path, 1)
+    assert (tmp_path / "checkpoint-1.before").read_text() == "a file"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "notes").write_text("a directory")
+    write(tmp_path, 1)
+    assert (tmp_path / "checkpoint-1.before1" / "notes").read_text() == "a directory"
+    # Links: to a checkpoint that was moved, and to nothing.
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to("moved")
+    write(tmp_path, 1)
+    assert not folder.is_symlink()
+    check_checkpoint(tmp_path / "moved", values=True)
+    (tmp_path / "checkpoint-0").symlink_to("moved")
+    assert [path.name for path in rotate(tmp_path, 1, None)] == ["checkpoint-0"]
+    (tmp_path / "checkpoint-2").symlink_to("nowhere")
+    write(tmp_path, 2)
+    check_checkpoint(tmp_path / "moved", values=True)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 1]
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
+def test_what_others_write_beside_checkpoints_is_not_tidied_away(tmp_path: Path) -> None:
+    for name in (".checkpoint-1-copy.saving", ".checkpoint-1.saving"):
+        (tmp_path / name).mkdir()
+    tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".checkpoint-1-copy.saving"]
+
+
+def test_one_run_at_a_time_saves_in_a_directory(tmp_path: Path) -> None:
+    with sole_run(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="another run saves its checkpoints in"):
+            sole_run(tmp_path / "run", patience=0).__enter__()
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()  # which shares the lock
+    with sole_run(tmp_path / "run", patience=0):
+        pass
+    worker.kill()
+    worker.join()
 
 
 # -- two ranks

@@ -178,6 +178,22 @@ def test_a_resumed_run_is_bitwise_the_same(
         assert set(manifest.sections) == {"model", "optimizer", "extra"}
 
 
+def finished(rank: int, folder: str) -> tuple[Any, ...]:
+    make(folder).train()  # six steps, which end within the second epoch
+    ends = []
+    for steps in (6, 5):
+        again = make(folder, 7, max_steps=steps)
+        again.train(resume_from_checkpoint="auto")
+        ends.append((again.state.global_step, outcome(again)["steps"]))
+    return ends, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_finished_run_that_is_resumed_does_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    for ends, kept in ranks.run(finished, str(tmp_path), world=2, timeout=60):
+        assert ends == [(6, [6]), (6, [6])]
+        assert kept == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
 class Seen(EPTrainer):
     """Notes the rows of each batch."""
 
@@ -338,6 +354,8 @@ def refused(rank: int, folder: str) -> list[str]:
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
         said.append(str(caught.value))
         assert trainer.model is not None
+        if "optim" in given:  # known only when the optimizer is made, after the model
+            return
         assert all(bool((p == 7).all()) for p in map(_tensor, trainer.model.parameters()))
 
     def _tensor(tensor: Tensor) -> Tensor:
@@ -345,6 +363,7 @@ def refused(rank: int, folder: str) -> list[str]:
 
     tell(per_device_train_batch_size=3)
     tell(seed=5)
+    tell(optim="sgd")
     if rank == 0:
         path = next(Path(f"{folder}/checkpoint-2/sharded/optimizer").glob("*-00001.safetensors"))
         data = bytearray(path.read_bytes())
@@ -361,9 +380,12 @@ def refused(rank: int, folder: str) -> list[str]:
 def test_what_cannot_be_resumed_is_refused_by_all_before_anything_changes(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for batch, seed, damage, none in ranks.run(refused, str(tmp_path), world=2, timeout=120):
+    for batch, seed, optimizer, damage, none in ranks.run(
+        refused, str(tmp_path), world=2, timeout=120
+    ):
         assert "after 8 samples of an epoch, which is inside a step of 6 samples" in batch
         assert "drawn from the seed 42, here it is 5: set data_seed=42" in seed
+        assert "of another kind than SGD: it has the options amsgrad, betas, " in optimizer
         assert "rank-00001.safetensors is damaged: the values of " in damage
         assert "holds no complete checkpoint" in none
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -31,6 +31,21 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from ep_dispatch import keep_communicated
 
 Batch = Mapping[str, Any]
+
+_KNOWN = ("transformers", "ep_trainer", "expert_parallel")
+_ASK = (
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_evaluate",
+    "on_log",
+    "on_optimizer_step",
+    "on_pre_optimizer_step",
+    "on_save",
+    "on_step_begin",
+    "on_step_end",
+    "on_substep_end",
+)
+"""What a callback does where it may ask the trainer to stop, save, evaluate or log."""
 
 
 class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
@@ -102,8 +117,27 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Whether a checkpoint of this step is due that nothing else has made."""
         raise NotImplementedError
 
+    def agree_on_control(self) -> None:
+        """Make `control` the same on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def callbacks_may_differ(self) -> bool:
+        """Whether there are callbacks that might ask for something on one rank alone."""
+        return any(
+            type(call).__module__.partition(".")[0] not in _KNOWN
+            and any(
+                getattr(type(call), name) is not getattr(TrainerCallback, name) for name in _ASK
+            )
+            for call in self.callback_handler.callbacks
+        )
+
     def finish_saves(self) -> None:
         """The training is done: saves in the background must be too."""
+        raise NotImplementedError
+
+    def keep_best_only(self) -> None:
+        """The training is done, and only one checkpoint shall be left."""
         raise NotImplementedError
 
     # -- the hooks of transformers
@@ -214,6 +248,10 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             resumed = (
                 kwargs["resume_from_checkpoint"] is not None and epoch == kwargs["epochs_trained"]
             )
+            if self.state.global_step >= self.state.max_steps:
+                # A finished run that is resumed: transformers would look at this after one more step.
+                self.control.should_training_stop = True
+                return
             skipped = kwargs["steps_trained_in_current_epoch"] if resumed else 0
             set_epoch(loader, epoch)
             self.at_epoch_begin(epoch, skipped, kwargs["steps_in_epoch"], generators(loader))
@@ -228,11 +266,24 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             model: Any = self.model
             self._save_checkpoint(model, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if self.is_sharded:
+            self.agree_on_control()  # after callbacks of logging, evaluation and saving
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_sharded:
-            self.finish_saves()
-        return super()._finalize_training(*args, **kwargs)
+        if not self.is_sharded:
+            return super()._finalize_training(*args, **kwargs)
+        self.finish_saves()
+        limit = self.args.save_total_limit
+        if not self.writes_shards or limit != 1:
+            return super()._finalize_training(*args, **kwargs)
+        # transformers would delete every directory whose name begins like a checkpoint's.
+        self.args.save_total_limit = None
+        try:
+            output = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        self.keep_best_only()
+        return output
 
     @property
     def label_positions_are_shifted(self) -> bool:

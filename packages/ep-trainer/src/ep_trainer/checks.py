@@ -66,6 +66,11 @@ def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
             yield f"{name}: the model is sharded already, as its DistributedConfig says; leave it out"
     if args.fp16_full_eval or args.bf16_full_eval:
         yield "fp16_full_eval, bf16_full_eval: a sharded model keeps its dtype; load it with dtype=..."
+    if getattr(args, "enable_jit_checkpoint", False):
+        yield (
+            "enable_jit_checkpoint=True: each rank would save by itself; leave it out, a SIGTERM to any "
+            "rank saves and stops all (CheckpointOptions.stop_signals)"
+        )
     if args.auto_find_batch_size:
         yield (
             "auto_find_batch_size=True: a rank that runs out of memory would leave the others "

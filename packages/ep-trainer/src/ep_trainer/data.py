@@ -50,6 +50,14 @@ def without_fillers(batch: Batch, real: int) -> Batch:
     return masked
 
 
+def len_of(loader: Any) -> int | None:
+    """How many batches there are; None if it can't tell, as of a stream."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def sequence_starts(batch: Batch) -> list[int]:
     """Where the sequences of a batch of one row begin, by positions that start again; else nothing.
 

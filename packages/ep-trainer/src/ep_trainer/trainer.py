@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ep_mesh import Layout, ParallelMesh
@@ -34,6 +34,7 @@ from ep_trainer.data import (
     check_shared,
     count_labels,
     first_sequences,
+    len_of,
     sequence_starts,
     without_fillers,
 )
@@ -417,10 +418,16 @@ class EPTrainer(CheckpointingTrainer):
 
     # -- evaluation and prediction
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the loop, counting its steps."""
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the loop, counting its steps.
+
+        Raises:
+            ValueError: the ranks have different numbers of batches.
+        """
         self._steps_of_loop = 0
-        return super().evaluation_loop(*args, **kwargs)
+        if self.is_sharded:
+            self.check_same_steps(len_of(dataloader), "the dataset to evaluate on")
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def prediction_step(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ep_plans.safetensors_file import flush
 from ep_trainer.checkpoint.background import Background
 from ep_trainer.checkpoint.errors import CheckpointError, collect, exchange, settle
-from ep_trainer.checkpoint.files import read_json, write_json
+from ep_trainer.checkpoint.files import read_json, save_object, write_json
 from ep_trainer.checkpoint.manifest import (
     Manifest,
     check_checkpoint,
@@ -325,20 +325,28 @@ class Checkpointer:
             name, content = job.contents.own_file
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(content, path)
+            save_object(path, content)
             flush(path)
 
     def _commit(self, job: _Job, results: Any, error: BaseException | None) -> None:
         folder = saving_folder(job.folder)
-        mine = results, job.contents.told
+        own = None if job.contents.own_file is None else job.contents.own_file[0]
+        mine = results, job.contents.told, own
         said = collect(mine, error, f"Writing {job.folder}", self._commits)
         if not self.is_first:
             return
+        for rank, (_, _, file) in enumerate(said):
+            if file is not None and not (folder / file).is_file():
+                raise CheckpointError(_not_seen(rank, folder / file))
         for name, each in job.sections.items():
             writer = SafetensorsWriter(section(folder, name))
-            writer.finish(each.metadata, [results[name] for results, _ in said])
+            writer.finish(each.metadata, [results[name] for results, _, _ in said])
+            for rank, (written, _, _) in enumerate(said):
+                for file in {one.storage_data.file for one in written[name]}:
+                    if not (writer.path / file).is_file():
+                        raise CheckpointError(_not_seen(rank, writer.path / file))
         if job.contents.gathered is not None:
-            job.contents.gathered(folder, [told for _, told in said])
+            job.contents.gathered(folder, [told for _, told, _ in said])
         files = small_files(folder)
         write_manifest(folder, _with_files(job.manifest, job.sections, files))
         put_in_place(job.folder)
@@ -358,14 +366,48 @@ class Checkpointer:
         with self.together(f"Checking {folder}"):
             manifest = check_checkpoint(folder, values=values, part=rank, parts=size)
         assert manifest is not None
+        said = exchange((str(folder), manifest), None, "", self._talk)
+        for other, (place, theirs) in enumerate(said):
+            if theirs != said[0][1]:
+                raise CheckpointError(
+                    f"the ranks see different checkpoints: rank 0 that of step {said[0][1].step} in "
+                    f"{said[0][0]}, rank {other} that of step {theirs.step} in {place}. Give every rank "
+                    "the same one, on a file system that all see."
+                )
         return manifest
 
-    def newest(self, run: Path) -> Path | None:
-        """The newest complete checkpoint of a run, as the first rank sees it."""
+    def check_same(self, value: Any, what: str, instead: str) -> None:
+        """Check that every rank says the same.
+
+        Raises:
+            ValueError: they don't; on every rank, with two ranks' values.
+
+        Costs one all-gather of objects.
+        """
+        said = exchange(value, None, "", self._talk)
+        for other, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise ValueError(
+                    f"the ranks differ in {what}: on rank 0 {said[0]}, on rank {other} {theirs}. {instead}"
+                )
+
+    def any_says(self, words: Sequence[bool]) -> list[bool]:
+        """For each of some words, whether any rank says it. One small all-reduce on the host."""
+        said = torch.tensor([int(word) for word in words])
+        if dist.is_initialized():
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._talk)
+        return [bool(word) for word in said]
+
+    def newest(self, run: Path, *, clean: bool = True) -> Path | None:
+        """The newest complete checkpoint of a run, as the first rank sees it.
+
+        `clean`: take away what a killed run left; no other run may save there meanwhile.
+        """
         found: Path | None = None
         with self.together(f"Looking for checkpoints in {run}"):
             if self.is_first:
-                tidy(run)
+                if clean:
+                    tidy(run)
                 found = next((path for _, path in checkpoints(run)), None)
         return exchange(found, None, "", self._talk)[0]  # type: ignore[no-any-return]
 
@@ -416,6 +458,13 @@ def _with_files(
         sections=tuple(sections),
         files=files,
         versions=manifest.versions,
+    )
+
+
+def _not_seen(rank: int, path: Path) -> str:
+    return (
+        f"rank {rank} has written {path.name}, but rank 0 does not see {path}: all ranks must see one "
+        "file system, and the same output_dir (an absolute path, if their working directories differ)."
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zlib
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ep_trainer.checkpoint.errors import CheckpointError
 
@@ -33,6 +36,13 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is missing.") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: no JSON ({error}).") from error
+
+
+def save_object(path: Path, value: Any) -> None:
+    """Write what `torch.load` reads. A full disk is an OSError; torch's own writer doesn't say why."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    path.write_bytes(content.getbuffer())
 
 
 def crc32_of_file(path: Path) -> int:

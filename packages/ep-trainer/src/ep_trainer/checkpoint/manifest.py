@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
+import os
 import re
 import shutil
 import zlib
@@ -20,7 +23,10 @@ MANIFEST = "manifest.json"
 SECTIONS = "sharded"
 FORMAT, VERSION = "ep-trainer checkpoint", 1
 _NAME = re.compile(r"checkpoint-(\d+)")
-_SAVING, _REPLACED = ".saving", ".replaced"
+_SAVING, _REPLACED, _ASIDE = ".saving", ".replaced", ".before"
+_LEFT = re.compile(rf"\.(checkpoint-\d+)({re.escape(_SAVING)}|{re.escape(_REPLACED)})")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,27 +161,54 @@ def saving_folder(folder: Path) -> Path:
 
 
 def put_in_place(folder: Path) -> None:
-    """Rename what was written to `folder`; one that is there already goes."""
+    """Rename what was written to `folder`; a checkpoint that is there already goes, all else is kept aside."""
     new, old = saving_folder(folder), folder.with_name(f".{folder.name}{_REPLACED}")
     flush(new)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if _is_foreign(folder):
+        _put_aside(folder)
+    if os.path.lexists(folder):
+        _remove(old)
         folder.rename(old)
     new.rename(folder)
     flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether there is something that no run of this package wrote."""
+    if folder.is_symlink() or not folder.exists():
+        return False
+    return not folder.is_dir() or (
+        not (folder / MANIFEST).exists() and next(folder.iterdir(), None) is not None
+    )
+
+
+def _put_aside(path: Path) -> None:
+    names = (path.with_name(f"{path.name}{_ASIDE}{number or ''}") for number in itertools.count())
+    kept = next(name for name in names if not os.path.lexists(name))
+    path.rename(kept)
+    logger.warning("%s was no checkpoint of a sharded model; it is now %s", path, kept.name)
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, or a link to one but not what it leads to; if it is there."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def tidy(run: Path) -> None:
     """Take away what a killed run left; a checkpoint that it was about to replace comes back."""
-    for old in run.glob(f".checkpoint-*{_REPLACED}"):
-        folder = old.with_name(old.name.removeprefix(".").removesuffix(_REPLACED))
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+    for path in list(run.glob(".checkpoint-*")):
+        left = _LEFT.fullmatch(path.name)
+        if left is None:
+            continue
+        folder = path.with_name(left[1])
+        if left[2] == _REPLACED and not folder.exists():
+            path.rename(folder)
         else:
-            old.rename(folder)
-    for new in run.glob(f".checkpoint-*{_SAVING}"):
-        shutil.rmtree(new, ignore_errors=True)
+            _remove(path)
 
 
 def checkpoints(run: Path) -> Iterator[tuple[int, Path]]:
@@ -189,16 +222,27 @@ def checkpoints(run: Path) -> Iterator[tuple[int, Path]]:
     return ((step, path) for step, path in sorted(found, reverse=True) if is_complete(path))
 
 
-def rotate(run: Path, limit: int | None, best: str | None) -> list[Path]:
+def rotate(
+    run: Path,
+    limit: int | None,
+    best: str | None,
+    *,
+    until: int | None = None,
+    keep_newest: bool = True,
+) -> list[Path]:
     """Delete old complete checkpoints beyond `limit`; never the newest one, nor `best`.
 
-    Directories that are no complete checkpoints of this format are neither counted nor touched.
+    Directories that are no complete checkpoints of this format are neither counted nor touched, nor
+    those of steps after `until`, the one that the run is in: they are another run's, or of one that
+    went on from an earlier step.
     """
     if limit is None or limit <= 0:
         return []
-    found = [path for _, path in checkpoints(run)]
+    found = [path for step, path in checkpoints(run) if until is None or step <= until]
     kept = None if best is None else Path(best).resolve()
-    keep = found[:1] + [path for path in found if path.resolve() == kept]
+    keep = [path for path in found if path.resolve() == kept]
+    if keep_newest or not keep:
+        keep += found[:1]
     deleted: list[Path] = []
     for path in reversed(found):
         if len(found) - len(deleted) <= max(limit, len(set(keep))):
@@ -206,9 +250,9 @@ def rotate(run: Path, limit: int | None, best: str | None) -> list[Path]:
         if path not in keep:
             # Renamed first: a run that is killed meanwhile leaves no half one under the name.
             gone = saving_folder(path)
-            shutil.rmtree(gone, ignore_errors=True)
+            _remove(gone)
             path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _remove(gone)
             deleted.append(path)
     return deleted
 

@@ -134,10 +134,11 @@ def optimizer_targets(
         scheduler: which gets its values per group.
 
     Raises:
-        CheckpointError: a parameter is not in the checkpoint's optimizer, or a group would need
-            two values of one option. Nothing is changed.
+        CheckpointError: a parameter is not in the checkpoint's optimizer, a group would need two
+            values of one option, or the optimizer is of another kind. Nothing is changed.
     """
     options = {name: group["options"] for group in described["groups"] for name in group["names"]}
+    _check_kind(optimizer, described)
     targets: dict[str, Tensor] = {}
     states: list[tuple[Any, dict[str, Any]]] = []
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -187,6 +188,30 @@ def optimizer_targets(
             _set_per_group(scheduler, [saved for _, saved in groups])
 
     return targets, apply
+
+
+def _check_kind(optimizer: Optimizer, described: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of optimizer, by the names of its options.
+
+    One may have options more than the other: versions and low-bit variants do.
+    """
+    own = _option_names(group.keys() for group in optimizer.param_groups)
+    saved = _option_names(group["options"].keys() for group in described["groups"])
+    if not (own <= saved or saved <= own):
+        raise CheckpointError(
+            f"the checkpoint's optimizer is of another kind than {type(optimizer).__name__}: it has the "
+            f"options {', '.join(sorted(saved - own))}, not {', '.join(sorted(own - saved))}. Go on with "
+            "the optimizer that wrote it, or start anew from the model's weights."
+        )
+
+
+def _option_names(groups: Iterable[Iterable[str]]) -> set[str]:
+    return {
+        name
+        for names in groups
+        for name in names
+        if name not in (*_OF_THIS_RUN, "initial_lr") and not name.startswith(_SCHEDULER)
+    }
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

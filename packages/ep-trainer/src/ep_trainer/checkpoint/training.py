@@ -29,7 +29,8 @@ from ep_trainer.checkpoint.checkpointer import (
     write_optimizer,
 )
 from ep_trainer.checkpoint.errors import CheckpointError
-from ep_trainer.checkpoint.files import read_json, write_json
+from ep_trainer.checkpoint.files import read_json, save_object, write_json
+from ep_trainer.checkpoint.locking import sole_run
 from ep_trainer.checkpoint.manifest import Manifest, read_manifest, rotate
 from ep_trainer.checkpoint.options import CheckpointOptions
 from ep_trainer.checkpoint.position import Position
@@ -49,6 +50,13 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER, _POSITION, _ORDER, _EXTRA = "scheduler.pt", "position.json", "order.pt", "extra.json"
 _SCALER = "scaler"
+_ASKED = (
+    "should_training_stop",
+    "should_epoch_stop",
+    "should_save",
+    "should_evaluate",
+    "should_log",
+)
 _AFTER_AN_ERROR_S = 60.0
 
 
@@ -79,7 +87,7 @@ class CheckpointingTrainer(HookedTrainer):
         self._checkpointer: Checkpointer | None = None
         self._registered: dict[str, Checkpointed] = {}
         self._signals: StopSignals | None = None
-        self._stopping = False
+        self._stopping = self._votes = False
         self._generators: list[torch.Generator] = []
         self._drawn_from: list[Tensor] = []
         self._resumed_generators: list[Tensor] | None = None
@@ -122,10 +130,20 @@ class CheckpointingTrainer(HookedTrainer):
 
     @contextmanager
     def checkpointed_run(self) -> Iterator[None]:
-        """Note signals during a run, and let its last save end with it."""
+        """Note signals during a run, and let its last save end with it.
+
+        Raises:
+            CheckpointError: another run saves in the same directory.
+        """
         options = self.checkpoint_options
         self._stopping = False
         self.saved_step = -1
+        self._votes = self.checkpointer.any_says([self.callbacks_may_differ])[0]
+        lock = contextlib.ExitStack()
+        run = Path(str(self.args.output_dir))
+        with self.checkpointer.together(f"Saving in {run}"):
+            if self._saves and self.checkpointer.is_first:
+                lock.enter_context(sole_run(run))
         self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
         self._signals.install()
         try:
@@ -140,23 +158,40 @@ class CheckpointingTrainer(HookedTrainer):
         finally:
             self._signals.restore()
             self._signals = None
+            lock.close()
 
     def finish_saves(self) -> None:
         """Wait for the save in the background."""
         self.checkpointer.wait()
+
+    def keep_best_only(self) -> None:
+        """Delete what `save_total_limit=1` leaves beside the best checkpoint when a run ends."""
+        if self.checkpointer.is_first and self.state.best_model_checkpoint is not None:
+            run = Path(str(self.args.output_dir))
+            self._rotate(run, self.state.global_step, keep_newest=False)
 
     def found_checkpoint(self, resume_from_checkpoint: Any) -> str | None:
         """The checkpoint to resume from; True is the newest complete one, "auto" that or none.
 
         Raises:
             CheckpointError: there is none, but it must be.
+            ValueError: the ranks were given different ones.
+
+        Costs one all-gather of objects.
         """
-        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        given = resume_from_checkpoint or None
+        named = given is not None and given not in (True, "auto")
+        self.checkpointer.check_same(
+            Path(str(given)).name if named else given,
+            "the checkpoint to go on from",
+            'Give every rank the same resume_from_checkpoint; True and "auto" find it for all of them.',
+        )
+        if given is None:
             return None
-        if resume_from_checkpoint not in (True, "auto"):
-            return str(resume_from_checkpoint)
-        newest = self.checkpointer.newest(Path(str(self.args.output_dir)))
-        if newest is None and resume_from_checkpoint == "auto":
+        if named:
+            return str(given)
+        newest = self.checkpointer.newest(Path(str(self.args.output_dir)), clean=self._saves)
+        if newest is None and given == "auto":
             return None
         if newest is None:
             raise CheckpointError(
@@ -165,8 +200,25 @@ class CheckpointingTrainer(HookedTrainer):
             )
         return str(newest)
 
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints are saved, not only when a signal stops the run."""
+        return str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
+
+    def agree_on_control(self) -> None:
+        """Let what a callback asks for on one rank (by its own clock, say) be done by all.
+
+        Costs one small all-reduce on the host; nothing where only transformers' callbacks and ours
+        are there, which ask for the same on all ranks.
+        """
+        if self._votes:
+            said = self.checkpointer.any_says([getattr(self.control, name) for name in _ASKED])
+            for name, word in zip(_ASKED, said, strict=True):
+                setattr(self.control, name, word)
+
     def at_step_boundary(self) -> None:
         """Save and stop here if a rank was asked to."""
+        self.agree_on_control()
         if self._signals is None or self._stopping or not self._signals.agreed():
             return
         logger.warning("asked to stop by a signal: saving at step %d", self.state.global_step)
@@ -198,7 +250,7 @@ class CheckpointingTrainer(HookedTrainer):
             lambda: self._contents(only_model, settings=not with_model),
             self._manifest(),
             in_background=options.async_save and not self.args.push_to_hub,
-            then=lambda: self._rotate(Path(run)),
+            then=functools.partial(self._rotate, Path(run), self.state.global_step),
         )
         self.save_stalls.append(time.perf_counter() - begin)
         if self.args.push_to_hub:
@@ -257,9 +309,9 @@ class CheckpointingTrainer(HookedTrainer):
                 _compat.save_settings(self, str(folder))
             _compat.save_trainer_state(state, str(folder))
             write_json(folder / _POSITION, position)
-            torch.save(order, folder / _ORDER)
+            save_object(folder / _ORDER, order)
             if not only_model:
-                torch.save(scheduler, folder / _SCHEDULER)
+                save_object(folder / _SCHEDULER, scheduler)
                 write_json(folder / _EXTRA, extra)
 
         return write
@@ -318,9 +370,10 @@ class CheckpointingTrainer(HookedTrainer):
             for name, thing in self._extra.items()
         }
 
-    def _rotate(self, run: Path) -> None:
+    def _rotate(self, run: Path, step: int, *, keep_newest: bool = True) -> None:
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         try:
-            for path in rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint):
+            for path in rotate(run, limit, best, until=step, keep_newest=keep_newest):
                 logger.info("deleted %s (save_total_limit)", path)
         except Exception as error:  # noqa: BLE001 (the checkpoint is there; that an old one stays is no failure)
             logger.warning("an old checkpoint could not be deleted: %s", error)
@@ -433,7 +486,12 @@ class CheckpointingTrainer(HookedTrainer):
     def at_epoch_begin(
         self, epoch: int, skipped: int, micro_batches: int, generators: Sequence[torch.Generator]
     ) -> None:
-        """Note where an epoch begins, after how many of its micro-batches, and what orders it."""
+        """Note where an epoch begins, after how many of its micro-batches, and what orders it.
+
+        Raises:
+            ValueError: the ranks have different numbers of micro-batches. Costs one all-gather of objects.
+        """
+        self.check_same_steps(micro_batches, "train_dataset")
         self._epoch = epoch
         self._samples_done = skipped * self._micro_batch
         self._samples_in_run_epoch = micro_batches * self._micro_batch
@@ -443,6 +501,18 @@ class CheckpointingTrainer(HookedTrainer):
             for generator, state in zip(self._generators, resumed, strict=True):
                 generator.set_state(state)
         self._drawn_from = [generator.get_state() for generator in self._generators]
+
+    def check_same_steps(self, batches: int | None, dataset: str) -> None:
+        """Check that every rank has as many batches, since they would wait for each other for ever.
+
+        Raises:
+            ValueError: they have not.
+        """
+        self.checkpointer.check_same(
+            batches,
+            f"the number of batches of {dataset}",
+            "Give every rank the whole dataset: the trainer splits it over the data shards itself.",
+        )
 
     def count_samples(self, micro_batches: int) -> None:
         """Note that a step's batches were taken."""
