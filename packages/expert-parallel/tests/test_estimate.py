@@ -210,6 +210,18 @@ def test_views_cost_nothing_and_products_what_they_multiply() -> None:
     assert (product.flops, product.moved, product.kernels) == (2 * 4 * 8 * 2, 4 * (32 + 16 + 8), 1)
 
 
+def test_a_loss_reads_the_log_probabilities_of_its_labels_alone() -> None:
+    scores, labels = torch.zeros(16, 1000), torch.zeros(16, dtype=torch.int64)
+    loss, total = forward_result = torch.ops.aten.nll_loss_forward(scores, labels, None, 1, -100)
+    arguments = (scores, labels, None, 1, -100)
+    cost = cost_of(torch.ops.aten.nll_loss_forward.default, arguments, {}, forward_result)
+    assert cost.moved < 400
+    arguments = (loss, scores, labels, None, 1, -100, total)
+    grad = torch.ops.aten.nll_loss_backward(*arguments)
+    cost = cost_of(torch.ops.aten.nll_loss_backward.default, arguments, {}, grad)
+    assert grad.nbytes <= cost.moved < grad.nbytes + 400
+
+
 def test_calibration_changes_what_it_measures() -> None:
     found = calibrate("a100", size=64, on="cpu")
     measured = found.matmul_share, found.memory_share, found.launch_seconds

@@ -42,6 +42,11 @@ class OtherEpsilon(Qwen3MoeRMSNorm):
         return self.weight * (x * scale)
 
 
+@pytest.fixture(autouse=True)
+def small_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_parallel.fusing, "_SMALL", 0)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the operator is called with."""
@@ -107,6 +112,19 @@ def test_own_code_for_other_dtypes(x: Tensor, change: torch.dtype, calls: list[A
     assert module(x).dtype == expected.dtype
     assert torch.equal(module(hidden_states=x), expected)
     assert not calls
+
+
+def test_few_values_on_a_cpu_go_through_the_own_code(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_parallel.fusing, "_SMALL", 32)
+    module = Qwen3MoeRMSNorm(8)
+    fuse_norms(module)
+    calls.clear()
+    module(torch.randn(3, 8))
+    assert not calls
+    module(torch.randn(4, 8))
+    assert len(calls) == 1
 
 
 def test_compile_sees_the_own_code(calls: list[Any]) -> None:

@@ -38,6 +38,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In which norms compute in float32, as `ep_kernels` does. Models do so in float64 too."""
 
 
+_SMALL = 1 << 14
+"""Elements. Of fewer on a CPU, Python costs more than passes over memory: the model's own code runs."""
+
 _ROTARY = "apply_rotary_pos_emb"
 """transformers 5.17 to 5.24: what attention calls with queries, keys, cos and sin."""
 
@@ -50,7 +53,7 @@ def fuse(model: nn.Module) -> list[nn.Module]:
 def fuse_norms(model: nn.Module) -> list[nn.Module]:
     """Let the norms of `model` that are RMS norms run as one operator. In place.
 
-    A call that the operator does not take (float64, a weight of another dtype than the input,
+    A call that the operator does not take (few values on a CPU, float64, a weight of another dtype than the input,
     DTensors, torch.compile, which fuses by itself) runs the module's own code.
 
     Returns:
@@ -148,6 +151,10 @@ def _fused_forward(own: Any, epsilon: str) -> Any:
     return forward
 
 
+def _is_large(x: Tensor) -> bool:
+    return x.device.type != "cpu" or x.numel() >= _SMALL
+
+
 def _takes(x: Any, weight: Any) -> bool:
     """Whether the operator takes these, as the module's own code would."""
     return (
@@ -155,6 +162,7 @@ def _takes(x: Any, weight: Any) -> bool:
         and isinstance(weight, Tensor)
         and not isinstance(x, DTensor)
         and not isinstance(weight, DTensor)
+        and _is_large(x)
         and x.dtype in _DTYPES
         and weight.dtype is x.dtype
         and weight.device == x.device
@@ -165,7 +173,7 @@ def _takes(x: Any, weight: Any) -> bool:
 def fuse_rotary(model: nn.Module) -> list[nn.Module]:
     """Let the attention of `model` rotate queries and keys by one operator. In place.
 
-    Calls that the operator does not take (cos and sin of another dtype, heads in another dimension,
+    Calls that the operator does not take (few values on a CPU, cos and sin of another dtype, heads in another dimension,
     DTensors, torch.compile) run the model's own code.
 
     Returns:
@@ -270,6 +278,8 @@ def _rotary_takes(x: Any, cos: Any, sin: Any, *, in_part: bool) -> bool:
     """Whether the operator takes these, as the model's own code would."""
     tensors = x, cos, sin
     if not all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in tensors):
+        return False
+    if not _is_large(x):
         return False
     if (
         x.ndim != 4

@@ -19,6 +19,7 @@ import ep_kernels.mlp
 import ep_kernels.norm
 import ep_kernels.rotary
 import ep_kernels.rows
+import expert_parallel.fusing
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
 from ep_kernels.spec import ExpertsSpec
@@ -93,6 +94,7 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
             (ep_kernels.norm, "normalize", normalize),
             (ep_kernels.norm, "normalize_backward", normalize_backward),
             (ep_kernels.rotary, "rotate", rotate),
+            (expert_parallel.fusing, "_SMALL", 0),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))

@@ -34,13 +34,16 @@ _FREE = frozenset(
 )
 """Operators that launch nothing."""
 
-_TAKES = frozenset(("index_select", "embedding", "index", "gather", "gather_rows"))
+_TAKES = frozenset(
+    ("index_select", "embedding", "index", "gather", "gather_rows", "nll_loss_forward")
+)
 """Operators that read of their first argument as much as they write."""
 
 _KERNELS = {
     "sort": 4,
     "topk": 2,
     "nonzero": 3,
+    "nll_loss_backward": 2,
     "embedding_dense_backward": 6,
     "index_put_": 4,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
@@ -95,6 +98,8 @@ def cost_of(func: Any, args: Arguments, kwargs: dict[str, Any], result: Any) -> 
     read = sum(x.nbytes for x in inputs)
     if name in _TAKES and inputs:
         read += written - inputs[0].nbytes
+    elif name == "nll_loss_backward":  # of the log-probabilities it needs the shape alone
+        read -= inputs[1].nbytes
     elif name == "copy_":
         read -= inputs[0].nbytes
     elif name == "all_gather_copy_in":  # into its part of the whole buffer
