@@ -51,39 +51,70 @@ def qwen3_30b_a3b(**changes: Any) -> Any:
     return Qwen3MoeConfig(**sizes | changes)
 
 
-def ours(layout: str, checkpointing: bool = True) -> dict[str, Any]:
-    """Our estimate with the settings that are best for the layout."""
+def our_layout(layout: str) -> Any:
+    """The configuration that is best for the layout."""
     from ep_mesh import DistributedConfig
-    from expert_parallel.estimate import estimate
 
     tp, fsdp = SIZES[layout]
-    config = DistributedConfig(tp_size=tp, fsdp_size=fsdp, ep_size=8, enable_sequence_parallel=True)
+    return DistributedConfig(tp_size=tp, fsdp_size=fsdp, ep_size=8, enable_sequence_parallel=True)
+
+
+def ours(layout: str, checkpointing: bool = True, **changes: Any) -> dict[str, Any]:
+    """Our estimate with the settings that are best for the layout; `changes`: of the model's sizes."""
+    from expert_parallel.estimate import estimate
+
     return estimate(
-        qwen3_30b_a3b(),
-        config,
+        qwen3_30b_a3b(**changes),
+        our_layout(layout),
         sequence_length=2048,
         gradient_checkpointing=checkpointing,
         experts_recompute="none" if checkpointing else "gate_up",
     ).to_dict()
 
 
-def native(layout: str, checkpointing: bool = True, implementation: str = "all_reduce") -> Any:
+def native(
+    layout: str, checkpointing: bool = True, implementation: str = "all_reduce", **changes: Any
+) -> Any:
     """The same step of native transformers 5.24, followed by the same tracker."""
+    from expert_parallel.estimate._compat import FakeTensorMode, without_tracing
+    from expert_parallel.estimate.report import estimate_of
+    from expert_parallel.estimate.simulate import run_step
+    from expert_parallel.estimate.tracker import Tracker
+
+    with contextlib.ExitStack() as stack:
+        shared = native_model(layout, checkpointing, implementation, "cpu", **changes)
+        model, mesh, setting, parameters = stack.enter_context(shared)
+        stack.enter_context(_local_products(LAYOUTS[layout][0]))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        tracker = Tracker(mesh, fake=fake)
+        stack.enter_context(without_tracing())
+        stack.enter_context(fake)
+        stack.enter_context(tracker.following(model))
+        model.to_empty(device="cpu")
+        step = run_step(model, tracker, setting, parameters)
+    return estimate_of(setting, step).to_dict()
+
+
+@contextlib.contextmanager
+def native_model(
+    layout: str, checkpointing: bool, implementation: str, device: str, **changes: Any
+) -> Iterator[tuple[Any, Any, Any, int]]:
+    """Native transformers' model, sharded on the meta device over ranks that are not there.
+
+    With it a mesh of ours, what is to be run, and how many parameters there are.
+    """
     import torch
     import transformers
     from transformers.distributed import DistributedConfig as NativeConfig
 
     from ep_mesh import DistributedConfig
     from expert_parallel.estimate import DEVICES
-    from expert_parallel.estimate._compat import FakeTensorMode, without_tracing
-    from expert_parallel.estimate.report import estimate_of
-    from expert_parallel.estimate.simulate import Setting, fake_world, run_step
-    from expert_parallel.estimate.tracker import Tracker
+    from expert_parallel.estimate.simulate import Setting
     from expert_parallel.meta import build_on_meta
 
     tp, fsdp = LAYOUTS[layout]
     setting = Setting(
-        model=qwen3_30b_a3b(dtype=torch.bfloat16),
+        model=qwen3_30b_a3b(dtype=torch.bfloat16, **changes),
         config=DistributedConfig(tp_size=tp, fsdp_size=fsdp, ep_size=tp, tp_plan={}),
         sequence_length=2048,
         micro_batch=1,
@@ -98,23 +129,29 @@ def native(layout: str, checkpointing: bool = True, implementation: str = "all_r
     model = build_on_meta(setting.model)
     parameters = sum(p.numel() for p in model.parameters())
     config = NativeConfig(tp_size=tp, fsdp_size=fsdp, ep_size=tp, ep_implementation=implementation)
-    with contextlib.ExitStack() as stack:
-        mesh = stack.enter_context(fake_world(setting.config, 0))
-        stack.enter_context(_without_tp_rules(kind))
-        stack.enter_context(_local_products(tp))
-        stack.enter_context(
-            mock.patch.dict("os.environ", RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(tp * fsdp))
-        )
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(tp * fsdp)}
+    with (
+        ranks_that_are_not_there(setting.config, device) as mesh,
+        _without_tp_rules(kind),
+        mock.patch.dict("os.environ", ranks),
+    ):
         config, _, native_mesh = kind.prepare_distribute_model(config)
-        model = kind.maybe_distribute_model(model, config, native_mesh)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        tracker = Tracker(mesh, fake=fake)
-        stack.enter_context(without_tracing())
-        stack.enter_context(fake)
-        stack.enter_context(tracker.following(model))
-        model.to_empty(device="cpu")
-        step = run_step(model, tracker, setting, parameters)
-    return estimate_of(setting, step).to_dict()
+        yield kind.maybe_distribute_model(model, config, native_mesh), mesh, setting, parameters
+
+
+@contextlib.contextmanager
+def ranks_that_are_not_there(config: Any, device: str) -> Iterator[Any]:
+    """A mesh of them, seen from the first."""
+    import torch.distributed as dist
+
+    from ep_mesh import ParallelMesh
+    from expert_parallel.estimate._compat import start_fake_group
+
+    start_fake_group(config.world_size, 0)
+    try:
+        yield ParallelMesh(config.layout, device)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

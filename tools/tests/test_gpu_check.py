@@ -11,6 +11,7 @@ import gpu_checks
 import pytest
 import torch
 from gpu_checks import Case, Found, Place, Skip, at_most
+from gpu_checks.step import STEPS
 
 from ep_dispatch import EPImplementationInterface
 
@@ -26,12 +27,23 @@ def test_every_check_runs_on_a_cpu(
     printed = capsys.readouterr().out
     assert out.read_text() == printed
     *lines, closing = map(json.loads, printed.splitlines())
-    assert {line["name"].split(":")[0] for line in lines} == set(gpu_checks.CHECKS)
+    assert {line["name"].split(":")[0] for line in lines} == set(gpu_checks.CHECKS) - set(STEPS)
     for line in lines:
         assert "skipped" in line if line["ok"] is None else {"value", "unit"} <= set(line)
     assert closing["passed"] == sum(line["ok"] is True for line in lines) > 30
     for name in ("all_to_all", "all_reduce", "auto", "all_to_all_hierarchical"):
         assert any(line["name"] == f"one_rank: {name}, laws" and line["ok"] for line in lines)
+
+
+def test_a_step_of_one_rank_runs_beside_its_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours and native transformers', though nothing that the other ranks would send is there."""
+    assert len(gpu_check.chosen(steps=True)) == 3
+    assert gpu_check.main(["--dry-run", "--only", "step_tp4_fsdp2"]) == 0
+    *lines, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert len(lines) == 6
+    assert all(line["ok"] for line in lines)
+    kernels = [line["both"][1] for line in lines if line["name"].endswith(" kernels")]
+    assert min(kernels) > 100
 
 
 def test_a_case_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
