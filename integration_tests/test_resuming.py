@@ -205,7 +205,9 @@ def best_and_refused(rank: int, folder: str) -> tuple[dict[str, float], float, l
     ):
         trainer.checkpointer.save(
             Path(folder, "new"),
-            lambda: Contents({"model": whole}, expected={"model": tensor_names(trainer.model)}),
+            lambda: Contents(
+                {"model": whole}, expected={"model": tensor_names(trainer.model, whole)}
+            ),
             trainer._manifest(),
             in_background=False,
         )

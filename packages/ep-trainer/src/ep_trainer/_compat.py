@@ -316,6 +316,12 @@ class ShiftingSmoother(LabelSmoother):
         )
 
 
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool) -> None:
+    """Copy each source into its target, of the same shape (torch 2.11 to 2.13)."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
 def checkpoint_selectively(model: Any) -> None:
     """Let `model` understand `"selective"` among the keyword arguments of its checkpointing.
 

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from ep_plans.boxes import Interval, pieces
 from ep_plans.shards import box_of
+from ep_trainer._compat import copy_all_
 from ep_trainer.checkpoint.errors import CheckpointError
 
 
@@ -99,6 +100,7 @@ class BoxSavePlanner(SavePlanner):
         self._state: Mapping[str, Any] = {}
         self._local: dict[MetadataIndex, tuple[str, tuple[Interval, ...]]] = {}
         self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._places: list[tuple[str, tuple[Interval, ...]]] | None = None
         self._is_staged = False
 
     def set_up_planner(
@@ -106,7 +108,7 @@ class BoxSavePlanner(SavePlanner):
     ) -> None:
         """Begin with these tensors."""
         self.renew(state_dict)
-        self._local, self._buffers = {}, {}
+        self._local, self._buffers, self._places = {}, {}, None
 
     def renew(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with these tensors, which have the names and forms of those before."""
@@ -166,19 +168,22 @@ class BoxSavePlanner(SavePlanner):
     def stage(self, plan: SavePlan) -> None:
         """Copy what the plan writes to host memory, pinned if it comes from an accelerator.
 
-        The memory is kept for the next time: fresh pages cost more than the copy.
+        The memory is kept for the next time: fresh pages cost more than the copy. So is where each
+        part lies: of one `set_up_planner` all plans are the same.
         """
-        on_device = False
         with torch.no_grad():
-            for item in plan.items:
-                data = self._values(item.index)
-                pinned = data.device.type == "cuda"
-                buffer = self._buffers.get(item.index)
-                if buffer is None:
-                    buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
-                    self._buffers[item.index] = buffer
-                buffer.copy_(data, non_blocking=pinned)
-                on_device |= pinned
+            if self._places is None:
+                self._places = [self._local[item.index] for item in plan.items]
+            values = [block(local_of(self._state[name]), place) for name, place in self._places]
+            on_device = any(data.device.type == "cuda" for data in values)
+            if not self._buffers:
+                self._buffers = {
+                    item.index: torch.empty(
+                        data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda"
+                    )
+                    for item, data in zip(plan.items, values, strict=True)
+                }
+            copy_all_(list(self._buffers.values()), values, non_blocking=on_device)
         if on_device:
             torch.cuda.current_stream().synchronize()
         self._state, self._is_staged = {}, True
