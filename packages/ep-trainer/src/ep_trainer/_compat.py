@@ -163,9 +163,8 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         finally:
             self.model = model
         arguments.pop("parallelism_config", None)
-        arguments.pop(
-            "dynamo_plugin", None
-        )  # would compile the model as one: `compile_layers` does it
+        # It would compile the model as one: `compile_layers` does it.
+        arguments.pop("dynamo_plugin", None)
         return arguments
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -171,7 +171,7 @@ class Checkpointer:
         error: Exception | None = None
         contents, forms = Contents({}), {}
         try:
-            with torch.no_grad():  # or each part of a DTensor is a step of autograd
+            with torch.no_grad():  # a DTensor then gives its local part without a node of autograd
                 contents = collected()
                 forms = {
                     name: {key: form_of(tensor) for key, tensor in tensors.items()}
