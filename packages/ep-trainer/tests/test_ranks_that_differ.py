@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -106,6 +107,24 @@ def test_what_ranks_are_given_is_compared(ranks: RankPool, tmp_path: Path) -> No
         assert "rank 0 does not see" in found["directory"]
         assert "all ranks must see one file system" in found["directory"]
     assert not list(checkpoints(tmp_path / "0" / "here"))
+
+
+def at_construction(rank: int, folder: str) -> tuple[str, str]:
+    def no_hub(self: Any, *args: Any) -> None:
+        if rank == 0:
+            raise OSError("no such repository")
+
+    trainer = make(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Trainer, "init_hf_repo", no_hub)
+        hub = said(make, folder, push_to_hub=True)
+    return hub, said(EPTrainer, None, trainer.args, model_init=lambda: trainer.model)
+
+
+def test_what_fails_on_the_first_rank_alone(ranks: RankPool, tmp_path: Path) -> None:
+    for hub, model_init in ranks.run(at_construction, str(tmp_path), world=2, timeout=60):
+        assert "no such repository" in hub
+        assert "model_init (and so hyperparameter_search) does not work" in model_init
 
 
 class Asks(transformers.TrainerCallback):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,17 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, value: bool) -> None:
         self.__dict__["_loaded_by_transformers"] = value
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """Run the body on every rank; if it raises on one, raise on all."""
+        raise NotImplementedError
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        if not self.is_sharded:
+            super().init_hf_repo(*args, **kwargs)
+            return
+        with self.together("Making the repository on the hub"):  # which the first rank does
+            super().init_hf_repo(*args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         if not self.is_sharded:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from ep_mesh import Layout
+from ep_plans import parallel_state
 
 _NEEDS_WHOLE_MATRICES = ("adafactor", "adalomo", "apollo", "galore", "lomo")
 
@@ -27,6 +28,20 @@ def check_model(model: nn.Module) -> None:
             "processes run: load it with expert_parallel.AutoModelForCausalLM.from_pretrained("
             "..., distributed_config=...) or shard it with expert_parallel.parallelize(model, "
             "config)."
+        )
+
+
+def check_model_init(model: nn.Module | None) -> None:
+    """Refuse models that transformers makes anew, which are not those that the layout was learnt from.
+
+    Raises:
+        ValueError: `model_init` gives a sharded model, or several processes run.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several or (model is not None and parallel_state(model) is not None):
+        raise ValueError(
+            "model_init (and so hyperparameter_search) does not work with a sharded model: give the model "
+            "itself, and make a trainer for each trial."
         )
 
 

@@ -28,7 +28,13 @@ from ep_trainer.accelerator import LayoutAccelerator
 from ep_trainer.balancing import BalancingLoss
 from ep_trainer.checkpoint.options import CheckpointOptions
 from ep_trainer.checkpoint.training import CheckpointingTrainer
-from ep_trainer.checks import check_arguments, check_devices, check_model, check_saves
+from ep_trainer.checks import (
+    check_arguments,
+    check_devices,
+    check_model,
+    check_model_init,
+    check_saves,
+)
 from ep_trainer.chunked_loss import chunk_loss
 from ep_trainer.data import (
     check_shared,
@@ -125,6 +131,8 @@ class EPTrainer(CheckpointingTrainer):
             self.label_smoother = _compat.ShiftingSmoother(
                 self.label_smoother.epsilon, shifts=self.label_positions_are_shifted
             )
+        if self.model_init is not None:
+            check_model_init(self.model)
         if self.mesh is None and self.model is not None:
             check_model(self.model)
         if router_z_loss_coef and self.model is not None:

@@ -132,6 +132,11 @@ def _file_tensors(
     expected = model.state_dict()
     missing = [name for name in expected if name not in stored.tensors and name not in tied]
     extra = [name for name in stored.tensors if name not in expected]
+    if any(".lora." in name for name in extra):
+        raise CheckpointError(
+            f"{checkpoint} holds a model with adapters, which its config.json doesn't tell of: load it in a "
+            "run with the same add_lora (resume_from_checkpoint), whose save_model writes the adapters."
+        )
     if missing or extra:
         what = f"{missing[0]} is in no file" if missing else f"{extra[0]} is not in that model"
         raise CheckpointError(

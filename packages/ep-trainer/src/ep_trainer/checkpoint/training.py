@@ -105,6 +105,10 @@ class CheckpointingTrainer(HookedTrainer):
             self._checkpointer = Checkpointer()
         return self._checkpointer
 
+    def together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Run the body on every rank; if it raises on one, raise on all."""
+        return self.checkpointer.together(what)
+
     def register_for_checkpoint(self, name: str, thing: Checkpointed) -> None:
         """Save `thing` with every checkpoint and load it when resuming.
 
@@ -418,7 +422,8 @@ class CheckpointingTrainer(HookedTrainer):
             raise CheckpointError(
                 f"{folder} holds {left[0]}"
                 + (f" and {len(left) - 1} more tensors" if len(left) > 1 else "")
-                + f" that {type(self.model).__name__} has not: it is of another model."
+                + f" that {_model_name(self.model)} has not: it is of another model"
+                + (", with other adapters." if any(".lora." in name for name in left) else ".")
             )
 
     def load_training_state(self, checkpoint: str) -> None:
@@ -517,6 +522,11 @@ class CheckpointingTrainer(HookedTrainer):
     def count_samples(self, micro_batches: int) -> None:
         """Note that a step's batches were taken."""
         self._samples_done += micro_batches * self._micro_batch
+
+
+def _model_name(model: Any) -> str:
+    """Without what FSDP2 puts before it."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ep_mesh.world import own_rank
@@ -95,7 +95,10 @@ class AdapterFile:
         self.config = LoraConfig.from_pretrained(str(self.folder))
         self.config.inference_mode = False
         # Mapped, and read when a factor is asked for.
-        self._file: Any = safe_open(self.folder / _WEIGHTS, framework="pt")
+        try:
+            self._file: Any = safe_open(self.folder / _WEIGHTS, framework="pt")
+        except SafetensorError as error:
+            raise OSError(f"{self.folder / _WEIGHTS} is damaged: {error}.") from error
 
     def check(self, layers: Sequence[PeftLayer]) -> None:
         """The file holds the adapters of its configuration, no others, in their shapes.
