@@ -416,6 +416,10 @@ def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:
         load_lora(other, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_lora(other, tmp_path / "nowhere")
+    damaged = tmp_path / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"adapter_model\.safetensors is damaged"):
+        load_lora(other, tmp_path)
 
 
 def test_experts_and_dense_layers_of_one_name_are_told() -> None:
