@@ -173,8 +173,8 @@ def _takes(x: Any, weight: Any) -> bool:
 def fuse_rotary(model: nn.Module) -> list[nn.Module]:
     """Let the attention of `model` rotate queries and keys by one operator. In place.
 
-    Calls that the operator does not take (few values on a CPU, cos and sin of another dtype, heads in another dimension,
-    DTensors, torch.compile) run the model's own code.
+    Calls that the operator does not take (few values on a CPU, cos and sin of another dtype, heads in
+    another dimension, DTensors, torch.compile) run the model's own code.
 
     Returns:
         The attention modules, as `fuse_norms` does.
@@ -192,8 +192,18 @@ def fuse_rotary(model: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _rotary_forward(forward: Any) -> Any:
-    """A copy of the forward that calls the operator; None if it calls no function that does the same."""
-    return _with_rotary(forward, set()) if isinstance(forward, FunctionType) else None
+    """A forward that calls the operator; None if `forward` calls no function that does the same."""
+    copy_of = _with_rotary(forward, set()) if isinstance(forward, FunctionType) else None
+    if copy_of is None:
+        return None
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile looks a copy's globals up in its module, which has others.
+        chosen = forward if torch.compiler.is_compiling() else copy_of
+        return chosen(*args, **kwargs)
+
+    return run
 
 
 def _with_rotary(function: FunctionType, seen: set[int]) -> FunctionType | None:
