@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from equality import all_float64, batches, reference, relative_error
 from tiny_models import FAMILIES, build
 
