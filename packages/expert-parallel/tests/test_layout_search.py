@@ -58,10 +58,10 @@ def test_kinds_of_layers() -> None:
     [
         ({"tp_size": 2, "fsdp_size": 2, "ep_size": 4, "enable_sequence_parallel": True}, True),
         ({"fsdp_size": 4, "ep_size": 2}, False),
-        ({"pp_size": 2, "fsdp_size": 2, "ep_size": 2}, True),
+        ({"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_stages": [5, 3]}, True),
     ],
 )
-def test_a_few_layers_tell_all(sizes: dict[str, int], checkpointing: bool) -> None:
+def test_a_few_layers_tell_all(sizes: dict[str, Any], checkpointing: bool) -> None:
     """What lives between steps, kernels and FLOPs are equal; peaks within 0.5 %, the time within 2 %:
 
     draws of experts differ from layer to layer, and so do the rows that arrive.
