@@ -299,7 +299,7 @@ class Checkpointer:
                     shutil.rmtree(new, ignore_errors=True)
             if self.is_first and job.then is not None:
                 job.then()
-        except Exception as caught:  # noqa: BLE001 (raised by the next call)
+        except BaseException as caught:  # noqa: BLE001 (raised by the next call)
             job.error = caught
         finally:
             for each in job.sections.values():
