@@ -145,10 +145,15 @@ class Asks(transformers.TrainerCallback):
 def asked(rank: int, folder: str) -> list[tuple[int, list[int]]]:
     ends = []
     for number, (when, what) in enumerate(
-        [("on_step_end", "should_save"), ("on_log", "should_training_stop")]
+        [
+            ("on_step_end", "should_save"),
+            ("on_log", "should_training_stop"),
+            ("on_substep_end", "should_training_stop"),
+            ("on_step_begin", "should_epoch_stop"),
+        ]
     ):
         run = f"{folder}/{number}"
-        trainer = make(run, Asks(rank, when, what), logging_steps=1)
+        trainer = make(run, Asks(rank, when, what), logging_steps=1, gradient_accumulation_steps=2)
         trainer.train()
         ends.append((trainer.state.global_step, [step for step, _ in checkpoints(Path(run))]))
     return ends
@@ -156,4 +161,4 @@ def asked(rank: int, folder: str) -> list[tuple[int, list[int]]]:
 
 def test_what_one_rank_asks_for_is_done_by_all(ranks: RankPool, tmp_path: Path) -> None:
     for ends in ranks.run(asked, str(tmp_path), world=2, timeout=60):
-        assert ends == [(4, [2]), (2, [])]
+        assert ends == [(4, [2]), (2, []), (2, []), (2, [])]

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -118,7 +124,7 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Whether a checkpoint of this step is due that nothing else has made."""
         raise NotImplementedError
 
-    def agree_on_control(self) -> None:
+    def agree_on_control(self, control: TrainerControl) -> None:
         """Make `control` the same on all ranks."""
         raise NotImplementedError
 
@@ -278,7 +284,7 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             self._save_checkpoint(model, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         if self.is_sharded:
-            self.agree_on_control()  # after callbacks of logging, evaluation and saving
+            self.agree_on_control(self.control)  # after callbacks of logging, evaluation and saving
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_sharded:

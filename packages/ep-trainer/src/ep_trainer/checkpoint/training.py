@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl
 
 from ep_mesh import Layout, ParallelMesh
 from ep_trainer import _compat
@@ -58,6 +59,17 @@ _ASKED = (
     "should_log",
 )
 _AFTER_AN_ERROR_S = 60.0
+
+
+class _VoteInSubsteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """After the other callbacks of a micro-batch, which may end the epoch or the run."""
+
+    def __init__(self, vote: Callable[[TrainerControl], None]) -> None:
+        self.vote = vote
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A micro-batch without an optimizer step is done."""
+        self.vote(control)
 
 
 class Checkpointed(Protocol):
@@ -150,6 +162,8 @@ class CheckpointingTrainer(HookedTrainer):
                 lock.enter_context(sole_run(run))
         self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
         self._signals.install()
+        vote = _VoteInSubsteps(self.agree_on_control)
+        self.add_callback(vote)
         try:
             yield
             self._signals.finish()
@@ -160,6 +174,7 @@ class CheckpointingTrainer(HookedTrainer):
                 self.checkpointer.wait(_AFTER_AN_ERROR_S)
             raise
         finally:
+            self.remove_callback(vote)
             self._signals.restore()
             self._signals = None
             lock.close()
@@ -209,20 +224,20 @@ class CheckpointingTrainer(HookedTrainer):
         """Whether checkpoints are saved, not only when a signal stops the run."""
         return str(getattr(self.args.save_strategy, "value", self.args.save_strategy)) != "no"
 
-    def agree_on_control(self) -> None:
+    def agree_on_control(self, control: TrainerControl) -> None:
         """Let what a callback asks for on one rank (by its own clock, say) be done by all.
 
         Costs one small all-reduce on the host; nothing where only transformers' callbacks and ours
         are there, which ask for the same on all ranks.
         """
         if self._votes:
-            said = self.checkpointer.any_says([getattr(self.control, name) for name in _ASKED])
+            said = self.checkpointer.any_says([getattr(control, name) for name in _ASKED])
             for name, word in zip(_ASKED, said, strict=True):
-                setattr(self.control, name, word)
+                setattr(control, name, word)
 
     def at_step_boundary(self) -> None:
         """Save and stop here if a rank was asked to."""
-        self.agree_on_control()
+        self.agree_on_control(self.control)
         if self._signals is None or self._stopping or not self._signals.agreed():
             return
         logger.warning("asked to stop by a signal: saving at step %d", self.state.global_step)
