@@ -19,6 +19,7 @@ from expert_parallel.estimate.tracker import Tracker
 from expert_parallel.meta import build_on_meta
 from expert_parallel.parallel import shard_model
 
+HIERARCHICAL = "all_to_all_hierarchical"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 fsdp2 ep4": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
     "fsdp4 ep2": {"fsdp_size": 4, "ep_size": 2},
@@ -29,6 +30,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "enable_sequence_parallel": True,
     },
     "tp4 ep4 all_reduce": {"tp_size": 4, "ep_size": 4, "ep_implementation": "all_reduce"},
+    "fsdp4 ep4 hierarchical": {"fsdp_size": 4, "ep_size": 4, "ep_implementation": HIERARCHICAL},
+    "tp2 fsdp2 ep4 hierarchical": {
+        "tp_size": 2,
+        "fsdp_size": 2,
+        "ep_size": 4,
+        "ep_implementation": HIERARCHICAL,
+    },
     "pp2 fsdp2 ep2": {"pp_size": 2, "fsdp_size": 2, "ep_size": 2},
     "pp2 tp2 ep2 interleaved": {
         "pp_size": 2,
@@ -38,15 +46,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pp_micro_batches": 2,
     },
 }
-SAMPLE = ("tp2 fsdp2 ep4", "tp4 ep4 all_reduce", "pp2 fsdp2 ep2")
+SAMPLE = ("tp2 fsdp2 ep4", "tp4 ep4 all_reduce", "fsdp4 ep4 hierarchical", "pp2 fsdp2 ep2")
+OPTIONS = {HIERARCHICAL: {"ranks_per_node": 2, "num_chunks": 2}}
 
 
 def setting(sizes: dict[str, Any], checkpointing: bool = True, routing: Any = "zipf") -> Setting:
+    config = DistributedConfig(**sizes)
     return Setting(
         model=qwen3_moe(
             hidden_size=64, moe_intermediate_size=64, vocab_size=256, num_hidden_layers=4
         ),
-        config=DistributedConfig(**sizes),
+        config=config,
         sequence_length=48,
         micro_batch=2,
         gradient_checkpointing=checkpointing,
@@ -55,6 +65,7 @@ def setting(sizes: dict[str, Any], checkpointing: bool = True, routing: Any = "z
         device=DEVICES["h100"],
         seed=1,
         experts_recompute="none",
+        ep_options=OPTIONS.get(config.ep_implementation, {}),
         cuda=False,
     )
 
@@ -65,7 +76,14 @@ def real_step(rank: int, sizes: dict[str, Any], checkpointing: bool) -> Step:
     given.model.dtype = given.dtype
     mesh = ParallelMesh(given.config.layout)
     model = build_on_meta(given.model)
-    shard_model(model, mesh, given.config, own_experts=True, backend="grouped_mm")
+    shard_model(
+        model,
+        mesh,
+        given.config,
+        own_experts=True,
+        backend="grouped_mm",
+        ep_options=given.ep_options,
+    )
     tracker = Tracker(mesh)
     routes = Routes(given.config.layout, rank, given.routing, given.seed)
     with routes.chosen(), tracker.following(model):

@@ -195,6 +195,17 @@ def test_an_exchange_is_waited_for_and_moves_a_gather_back() -> None:
     assert line.compute == 13.0
 
 
+def test_an_exchange_that_is_sent_off_holds_up_what_waits_for_it_and_the_next_one() -> None:
+    line = Timeline(DEVICE)
+    first = line.collective(10.0, "sent_off")
+    line.kernels(1, 4.0)
+    second = line.collective(10.0, "sent_off")
+    assert (first, second, line.compute) == (11.0, 21.0, 6.0)
+    line.wait(first)
+    assert (line.compute, line.waited_for_link) == (11.0, 5.0)
+    assert line.end() == 21.0
+
+
 def test_reading_a_number_lets_the_host_wait() -> None:
     line = Timeline(DEVICE)
     line.kernels(1, 5.0)

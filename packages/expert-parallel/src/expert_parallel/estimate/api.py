@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from ep_dispatch import AllToAll, EPImplementationInterface
+from ep_dispatch import AllToAll, EPImplementationInterface, HierarchicalAllToAll
 from ep_dispatch.all_reduce import AllReduce
 from ep_dispatch.auto import Auto
 from ep_kernels import Recompute
@@ -26,7 +26,7 @@ from .report import Estimate, estimate_of
 from .routing import RoutingModel, check_routing_model
 from .simulate import Setting
 
-_KNOWN = (AllToAll, AllReduce, Auto)
+_KNOWN = (AllToAll, HierarchicalAllToAll, AllReduce, Auto)
 
 
 def estimate(
@@ -62,7 +62,7 @@ def estimate(
         device: a name of `DEVICES`, or a `Device`.
         seed: of the routing.
         experts_recompute: as for `parallelize`.
-        ep_options: as for `parallelize`.
+        ep_options: as for `parallelize`; `ranks_per_node` is that of the device unless given.
         fused_operators: as for `parallelize`.
         sampled: simulate a few layers of each kind, and extrapolate: peaks within 0.1 %, times within
             1 %, at a fraction of the cost.
@@ -131,7 +131,7 @@ def _check(
         if found not in _KNOWN:
             raise ValueError(
                 f"ep_implementation={config.ep_implementation!r} can't be simulated; these can: "
-                "all_to_all, all_reduce, auto."
+                "all_to_all, all_to_all_hierarchical, all_reduce, auto."
             )
 
 

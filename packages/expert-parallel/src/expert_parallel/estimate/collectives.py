@@ -85,7 +85,7 @@ def call_of(
 
 
 def axis_of(mesh: ParallelMesh, ranks: Sequence[int]) -> str:
-    """The names of the axes whose group of this rank has these ranks."""
+    """The names of the axes whose group of this rank has these ranks; `ep` for a part of its group."""
     names = [
         axis
         for axis in _AXES
@@ -93,7 +93,11 @@ def axis_of(mesh: ParallelMesh, ranks: Sequence[int]) -> str:
         and tuple(dist.get_process_group_ranks(mesh.group(axis))) == tuple(ranks)
     ]
     wide = [name for name in names if name not in ("dp", "world")]
-    return "=".join(wide or names[:1]) or "other"
+    if names:
+        return "=".join(wide or names[:1])
+    # `all_to_all_hierarchical` has one group between nodes and one in each.
+    inside = set(ranks) < set(dist.get_process_group_ranks(mesh.group("ep")))
+    return "ep" if inside else "other"
 
 
 def _group(args: Sequence[Any]) -> dist.ProcessGroup | None:

@@ -1,25 +1,29 @@
 """What `ep_kernels` and `ep_dispatch` run on CUDA, told to a tracker of fake tensors on the CPU.
 
 There Triton kernels take the place of several operators, write into what is there, and make no
-temporaries; passes over slots are made over larger blocks.
+temporaries; passes over slots are made over larger blocks. Rows travel beside kernels until they are
+waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+import ep_dispatch.exchange
 import ep_kernels.activation
 import ep_kernels.mlp
 import ep_kernels.norm
 import ep_kernels.rotary
 import ep_kernels.rows
 import expert_parallel.fusing
+from ep_dispatch.collectives import _start_all_to_all
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
 from ep_kernels.spec import ExpertsSpec
@@ -85,6 +89,13 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
         kernel([x, cos, sin], [out])
         return out
 
+    start = _start_all_to_all
+
+    def sent_off(*args: Any) -> tuple[Any, Tensor]:
+        with tracker.sending_off() as wait:
+            _, out = start(*args)
+        return SimpleNamespace(wait=wait), out
+
     with ExitStack() as stack:
         for owner, name, function in (
             (ep_kernels.mlp, "scaled_activation", activate),
@@ -94,6 +105,7 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
             (ep_kernels.norm, "normalize", normalize),
             (ep_kernels.norm, "normalize_backward", normalize_backward),
             (ep_kernels.rotary, "rotate", rotate),
+            (ep_dispatch.exchange, "_start_all_to_all", sent_off),
             (expert_parallel.fusing, "_SMALL", 0),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):

@@ -113,7 +113,7 @@ def simulate(setting: Setting) -> Step:
             setting.config,
             own_experts=True,
             recompute=setting.experts_recompute,
-            ep_options=setting.ep_options,
+            ep_options=_options(setting),
             backend="grouped_mm" if setting.config.ep_size > 1 else "auto",
             fused_operators=setting.fused_operators,
         )
@@ -130,6 +130,16 @@ def simulate(setting: Setting) -> Step:
             stack.enter_context(tracker.following(model))
             model.to_empty(device="cpu")
             return run_step(model, tracker, setting, parameters)
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    """What the implementation would find on GPUs: their nodes, and NCCL."""
+    options = dict(setting.ep_options)
+    if setting.config.ep_implementation == "all_to_all_hierarchical":
+        options.setdefault("ranks_per_node", setting.device.devices_per_node)
+    if options.get("num_chunks") == "auto" and setting.config.ep_size > 1:
+        options["num_chunks"] = 2
+    return options
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 [Note: the three clocks]
 The host spends `launch_seconds` on each kernel and collective, in the order of the program. The device
 runs kernels one after the other, none before it is launched. A collective that its caller waits for
-(TP, EP) holds the device until it is done. FSDP2's run beside the kernels: a gather begins as soon as it
+(TP, EP) holds the device until it is done; an exchange of rows that was sent off (chunks, shared experts)
+where it is waited for, and the next exchange until then. FSDP2's run beside the kernels: a gather begins as soon as it
 is launched and holds up the copy out of its buffer alone; a reduce-scatter begins when its input is
 there, and holds up the end of the step. All share one link, so an exchange that comes in between moves
 them back by its own time. Where the host reads a number from the device, it waits for the device.
@@ -17,7 +18,7 @@ from typing import Literal
 
 from .devices import Device
 
-Carried = Literal["waited_for", "gather", "reduce"]
+Carried = Literal["waited_for", "sent_off", "gather", "reduce"]
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Timeline:
     waited_for_host: float = 0.0
     carried: float = 0.0
     launches: int = 0
+    _exchanged: float = 0.0
     _gathers: deque[float] = field(default_factory=deque)
 
     def kernels(self, number: int, seconds: float) -> None:
@@ -42,8 +44,8 @@ class Timeline:
         self.compute = max(self.compute, self.host) + seconds
         self.busy += seconds
 
-    def collective(self, seconds: float, how: Carried) -> None:
-        """Launch a collective."""
+    def collective(self, seconds: float, how: Carried) -> float:
+        """Launch a collective; gives when it is done."""
         self._launch(1)
         self.carried += seconds
         if how == "gather":
@@ -52,18 +54,21 @@ class Timeline:
         elif how == "reduce":
             self.link = max(self.link, self.host, self.compute) + seconds
         else:
-            begin = max(self.host, self.compute)
-            done = begin + seconds
+            begin = max(self.host, self.compute, self._exchanged)
+            self._exchanged = begin + seconds
             if self.link > begin:
                 self.link += seconds
                 pending = [end + seconds if end > begin else end for end in self._gathers]
                 self._gathers = deque(pending)
-            self._wait(done)
+            if how == "waited_for":
+                self.wait(self._exchanged)
+            return self._exchanged
+        return self.link
 
     def gathered(self) -> None:
         """Wait for the oldest gather."""
         if self._gathers:
-            self._wait(self._gathers.popleft())
+            self.wait(self._gathers.popleft())
 
     def read(self) -> None:
         """Read a number on the host."""
@@ -71,15 +76,16 @@ class Timeline:
 
     def end(self) -> float:
         """When all is done."""
-        self._wait(self.link)
+        self.wait(max(self.link, self._exchanged))
         return max(self.host, self.compute)
 
-    def _launch(self, number: int) -> None:
-        self.launches += number
-        self.host += number * self.device.launch_seconds
-
-    def _wait(self, until: float) -> None:
+    def wait(self, until: float) -> None:
+        """Hold the device until then."""
         begin = max(self.compute, self.host)
         if until > begin:
             self.waited_for_link += until - begin
         self.compute = max(self.compute, until)
+
+    def _launch(self, number: int) -> None:
+        self.launches += number
+        self.host += number * self.device.launch_seconds

@@ -11,7 +11,7 @@ clipping and the optimizer make, unsharded gradients included.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -66,6 +66,8 @@ class Tracker(TorchDispatchMode):
         self._running = 0
         self._forward = 0
         self._next_is_fsdp = False
+        self._sending_off = False
+        self._done = 0.0
 
     def begin(self, timeline: Timeline | None) -> None:
         """Begin to count; memory that lives stays."""
@@ -125,6 +127,22 @@ class Tracker(TorchDispatchMode):
     def run_kernel(self, read: float, written: float, kernels: int, dtype: torch.dtype) -> None:
         """Count kernels that torch does not see."""
         self._count("ep", Cost(0.0, read + written, kernels, dtype))
+
+    @contextmanager
+    def sending_off(self) -> Iterator[Callable[[], None]]:
+        """Hold the device up by the collective inside only where what this gives is called."""
+        self._done, self._sending_off = 0.0, True
+        arrival: list[float] = []
+
+        def wait() -> None:
+            if self.timeline is not None and self._running >= 0:
+                self.timeline.wait(*arrival)
+
+        try:
+            yield wait
+        finally:
+            self._sending_off = False
+            arrival.append(self._done)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +229,9 @@ class Tracker(TorchDispatchMode):
             beside = call.kind == "all_reduce" and call.axis.startswith("dp_replicate")
             if fsdp or beside or call.kind == "send":
                 how = "gather" if call.kind == "all_gather" else "reduce"
-            self.timeline.collective(seconds, how)
+            elif self._sending_off:
+                how = "sent_off"
+            self._done = self.timeline.collective(seconds, how)
 
     def _axis(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self._axes:
