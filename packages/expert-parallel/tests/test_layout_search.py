@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ from transformers import Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig, Layout, legal_ep_sizes
 from expert_parallel.cli.layouts import bytes_of, grouped
-from expert_parallel.estimate import Found, estimate, search
+from expert_parallel.estimate import DEVICES, Found, estimate, search
 from expert_parallel.estimate.layers import keep_layers, kinds_of_layers
 from expert_parallel.estimate.sampling import sampled_layers
-from expert_parallel.estimate.search import exactly, layout_text, layouts_of
+from expert_parallel.estimate.search import Task, exactly, layout_text, layouts_of
 from expert_parallel.meta import build_on_meta
 
 GIB = 1 << 30
@@ -147,6 +149,24 @@ def test_search() -> None:
     assert replicated.static_bytes == 4 * 2 * sum(map(math.prod, shapes))
     again = exactly(replicated, tiny(num_hidden_layers=2))
     assert again.estimate.peak == replicated.estimate.peak
+
+
+def test_two_hops_where_a_group_spans_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[Task] = []
+
+    def run_tasks(tasks: list[Task], processes: int | None) -> list[Any]:
+        simulated.extend(tasks)
+        return []
+
+    monkeypatch.setattr(import_module(search.__module__), "run_tasks", run_tasks)
+    run(4, device=replace(DEVICES["h100"], devices_per_node=2))
+    hops = {
+        layout_text(task.setting.config)
+        for task in simulated
+        if task.setting.config.ep_implementation == "all_to_all_hierarchical"
+    }
+    over_nodes = {"tp=4 ep=4", "tp=2 fsdp=2 ep=4", "fsdp=4 ep=4"}
+    assert hops == {f"{layout} all_to_all_hierarchical" for layout in over_nodes}
 
 
 def test_pipelines_if_asked_for_or_if_nothing_else_fits() -> None:

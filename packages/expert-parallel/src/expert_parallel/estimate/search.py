@@ -132,8 +132,8 @@ def search(
     """Estimate a training step in every layout of `devices` devices.
 
     Layouts: all sizes of tp, fsdp, dp_replicate, ep and pp whose product fits, with sequence parallelism
-    where TP allows it, `all_reduce` beside `all_to_all` where an EP group shares a batch, with and without
-    gradient checkpointing. A pipeline (1F1B) takes `2 * pp_size` micro-batches a step.
+    where TP allows it, `all_reduce` beside `all_to_all` where an EP group shares a batch,
+    `all_to_all_hierarchical` where it spans nodes, with and without gradient checkpointing. A pipeline (1F1B) takes `2 * pp_size` micro-batches a step.
 
     Args:
         model: a config of transformers; or a folder, a model type, or a name on the hub.
@@ -177,7 +177,7 @@ def search(
     staged: list[Task] = []
     refused: list[Refused] = []
     waiting: list[Refused] = []
-    for layout, static in _planned(built, devices, dtype.itemsize, refused):
+    for layout, static in _planned(built, devices, on.devices_per_node, dtype.itemsize, refused):
         if static > limit:
             refused.append(
                 Refused(
@@ -266,7 +266,7 @@ def code_of(config: DistributedConfig) -> str:
 
 
 def _planned(
-    model: nn.Module, devices: int, itemsize: int, refused: list[Refused]
+    model: nn.Module, devices: int, per_node: int, itemsize: int, refused: list[Refused]
 ) -> Iterator[tuple[DistributedConfig, int]]:
     """The layouts that model and rules allow, and the static bytes of the fullest rank."""
     numbers: dict[tuple[int, ...], dict[str, int]] = {}
@@ -287,6 +287,10 @@ def _planned(
             # Of a shared batch, so not of slices.
             shared = replace(config, ep_implementation="all_reduce", enable_sequence_parallel=False)
             yield shared, _TENSORS * itemsize * most
+        nodes = {rank // per_node for rank in config.layout.group("ep", 0)}
+        if 1 < len(nodes) < config.ep_size:
+            hops = replace(config, ep_implementation="all_to_all_hierarchical")
+            yield hops, _TENSORS * itemsize * most
 
 
 def _most_elements(model: nn.Module, config: DistributedConfig) -> dict[str, int]:
