@@ -219,6 +219,7 @@ def figures() -> dict[str, Callable[[], dict[str, Any]]]:
         _add_layout(made, layout)
     made["simulated_peak_gib_tp8_no_checkpointing"] = _no_checkpointing
     made["estimated_unique_tokens_per_s_per_gpu_4096"] = _long_sequences
+    made["estimated_two_hops_speedup"] = _two_hops
     made["plan_seconds_qwen3_30b"] = _plan_seconds
     return made
 
@@ -249,6 +250,41 @@ def at_4096(fused: bool) -> dict[str, Any]:
         if choice["peak_GiB"] < 72:
             choices.append(choice)
     return max(choices, key=lambda choice: choice["unique"])
+
+
+def two_nodes() -> dict[str, dict[str, float]]:
+    """Milliseconds of a step over two nodes, by implementation and number of chunks."""
+    from ep_mesh import DistributedConfig
+    from expert_parallel.estimate import estimate
+
+    found: dict[str, dict[str, float]] = {}
+    for name, chunks in itertools.product(("all_to_all", "all_to_all_hierarchical"), (1, 2)):
+        step = estimate(
+            qwen3_30b_a3b(),
+            DistributedConfig(fsdp_size=16, ep_size=16, ep_implementation=name),
+            sequence_length=2048,
+            micro_batch=4,
+            ep_options={"num_chunks": chunks},
+            sampled=True,
+        )
+        found.setdefault(name, {})[f"{chunks} chunk{'s' * (chunks > 1)}"] = round(
+            1000 * step.time.seconds, 1
+        )
+    return found
+
+
+def _two_hops() -> dict[str, Any]:
+    """A step over two nodes in one hop between ranks, over one in two hops."""
+    found = isolated(two_nodes)
+    one, two = (found[name]["1 chunk"] for name in found)
+    return {
+        "value": one / two,
+        "unit": "ratio",
+        "reference": "1: no gain",
+        "conditions": f"{CONDITIONS.replace('micro-batch 1', 'micro-batch 4')}; fsdp=16, ep=16 on two nodes "
+        "of 8, 400 Gbit/s a device between them, gradient checkpointing; an estimate",
+        "milliseconds": found,
+    }
 
 
 def found_layouts() -> dict[str, Any]:
