@@ -44,6 +44,11 @@ LINEAR = {
     "qwen2_moe": ["q_proj", "v_proj", "o_proj", "shared_expert_gate", "lm_head"],
 }
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj"]
+WHOLE = {
+    "qwen3_moe": ["mlp.gate", "lm_head", "k_norm"],
+    "mixtral": ["embed_tokens"],
+    "deepseek_v3": ["mlp.gate"],
+}
 
 
 def lora_config(family: str, **changes: Any) -> Any:
@@ -52,6 +57,7 @@ def lora_config(family: str, **changes: Any) -> Any:
         "lora_alpha": 5,
         "target_modules": LINEAR.get(family, USUAL),
         "target_parameters": EXPERTS[family] or None,
+        "modules_to_save": WHOLE.get(family),
     }
     return peft.LoraConfig(**values | changes)
 
@@ -78,9 +84,16 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def in_file_form(found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Gradients or values by the names, and in the form, of PEFT's files."""
-    from expert_parallel.lora.adding import adapters_of, packed
+    from expert_parallel.lora.adding import adapters_of, lora_state, packed, saved_tensors
 
-    return {
+    state = lora_state(model)
+    assert state is not None
+    whole = {
+        f"base_model.model.{name}": found[name]
+        for name, tensor in saved_tensors(model, state.targets)
+        if tensor.requires_grad
+    }
+    return whole | {
         f"base_model.model.{adapter.layer.key}.{factor}.weight": packed(
             found[f"{name}.{factor}"], adapter.layer, factor
         )
@@ -102,7 +115,7 @@ def train_by_peft(
         loss = torch.stack(each).mean()
         loss.backward()
         grads = grads or {
-            name.replace(".default", ""): p.grad.clone()
+            name.replace(".modules_to_save", "").replace(".default", ""): p.grad.clone()
             for name, p in model.named_parameters()
             if p.grad is not None
         }
@@ -124,7 +137,8 @@ def steps_on_rank(
         runner = PipelineRunner(model) if config.pp_size > 1 else None
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         assert names
-        assert all(".lora." in name for name in names)
+        whole = tuple(WHOLE.get(family, ()))
+        assert all(".lora." in name or name.rpartition(".")[0].endswith(whole) for name in names)
         assert names <= state.shardings.keys()
         ids = batches(config, VOCAB)[state.mesh.layout.batch_of(state.mesh.rank)]
         optimizer = optimizer_of(model)
@@ -315,7 +329,7 @@ def in_bfloat16(rank: int, sizes: dict[str, Any]) -> list[tuple[Tensor, float]]:
     model = parallelize(build(FAMILIES["qwen3_moe"](), torch.bfloat16), config)
     plain = build(FAMILIES["qwen3_moe"](), torch.bfloat16)
     ids = batches(config, VOCAB)[parallel_state(model).mesh.layout.batch_of(rank)]  # type: ignore[union-attr]
-    add_lora(model, lora_config("qwen3_moe"), seed=1)
+    add_lora(model, lora_config("qwen3_moe", modules_to_save=None), seed=1)
     add_lora_plainly(plain)
     told = []
     for each in (model, plain):
@@ -335,7 +349,7 @@ def in_bfloat16(rank: int, sizes: dict[str, Any]) -> list[tuple[Tensor, float]]:
 def add_lora_plainly(model: Any) -> None:
     """As `add_lora`, in a process that takes itself for alone."""
     with mock.patch("torch.distributed.is_initialized", return_value=False):
-        add_lora(model, lora_config("qwen3_moe"), seed=1)
+        add_lora(model, lora_config("qwen3_moe", modules_to_save=None), seed=1)
 
 
 def test_base_in_bfloat16(ranks: RankPool) -> None:
@@ -379,7 +393,9 @@ def test_base_in_bfloat16(ranks: RankPool) -> None:
         ),
         ("qwen3_moe", {"use_dora": True}, "use_dora=True"),
         ("qwen3_moe", {"init_lora_weights": "pissa"}, "pissa"),
-        ("qwen3_moe", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ("qwen3_moe", {"modules_to_save": ["lm_haed"]}, "'lm_haed'; names end with.*'lm_head'"),
+        ("qwen3_moe", {"modules_to_save": ["self_attn"]}, "both name .*q_proj"),
+        ("qwen2_moe", {"modules_to_save": ["act_fn"]}, "act_fn has no weights"),
         ("qwen3_moe", {"lora_dropout": 0.1}, "lora_dropout"),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
@@ -392,6 +408,12 @@ def test_what_peft_would_skip_is_refused(
     with pytest.raises(ValueError, match=f"(?s){message}"):
         add_lora(model, lora_config(family, **changes))
     assert [name for name, p in model.named_parameters() if p.requires_grad] == names
+
+
+def test_a_tied_weight_does_not_train_whole() -> None:
+    model = build(FAMILIES["qwen3_moe"](tie_word_embeddings=True))
+    with pytest.raises(ValueError, match="lm_head.weight is tied to another weight"):
+        add_lora(model, lora_config("qwen3_moe", modules_to_save=["lm_head"]))
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:
@@ -423,7 +445,9 @@ def test_what_cannot_be_adapted_is_refused(tmp_path: Path) -> None:
 
 
 def test_experts_and_dense_layers_of_one_name_are_told() -> None:
-    config = lora_config("deepseek_v3", target_modules="all-linear", target_parameters=None)
+    config = lora_config(
+        "deepseek_v3", target_modules="all-linear", target_parameters=None, modules_to_save=None
+    )
     with pytest.warns(UserWarning, match=r"leaves out \['model.layers.0.mlp.gate_proj'"):
         add_lora(build(FAMILIES["deepseek_v3"]()), config)
 
@@ -433,6 +457,7 @@ def test_some_layers_only_and_dropout() -> None:
         "qwen3_moe",
         target_modules=["q_proj"],
         target_parameters=None,
+        modules_to_save=None,
         layers_to_transform=[1],
         init_lora_weights=False,
         lora_dropout=0.5,

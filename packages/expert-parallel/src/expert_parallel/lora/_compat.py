@@ -58,9 +58,13 @@ def inject(config: Any, model: nn.Module) -> list[PeftLayer]:
     """
     from peft import inject_adapter_in_model
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it warns of is checked and said by the caller
-        inject_adapter_in_model(config, model)
+    saved, config.modules_to_save = config.modules_to_save, None  # no adapters; names would change
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it warns of is checked and said by the caller
+            inject_adapter_in_model(config, model)
+    finally:
+        config.modules_to_save = saved
     return list(_layers(model))
 
 

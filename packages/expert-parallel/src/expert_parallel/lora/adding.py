@@ -23,7 +23,7 @@ from expert_parallel.agreement import all_or_none
 from expert_parallel.initializing import shared_seed
 from expert_parallel.lora._compat import PeftLayer
 from expert_parallel.lora.modules import CHILD, FACTORS, Adapter, install
-from expert_parallel.lora.targets import check_not_quantized, resolve_targets
+from expert_parallel.lora.targets import Targets, check_not_quantized, resolve_targets
 
 _STATE = "_ep_lora"
 
@@ -38,11 +38,11 @@ class LoraState:
 
     Attributes:
         config: the `peft.LoraConfig`, its targets as PEFT translated them.
-        layers: the adapters, those of all pipeline stages.
+        targets: what trains.
     """
 
     config: Any
-    layers: tuple[PeftLayer, ...]
+    targets: Targets
 
 
 def lora_state(model: nn.Module) -> LoraState | None:
@@ -55,6 +55,16 @@ def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name, module
+
+
+def saved_tensors(model: nn.Module, targets: Targets) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the modules that train whole, those that are here, with their names."""
+    state = parallel_state(model)
+    pipeline = None if state is None else state.pipeline
+    for path in targets.saved:
+        if pipeline is None or pipeline.runs(path):
+            held: Mapping[str, Tensor] = model.get_submodule(path).state_dict(keep_vars=True)
+            yield from ((f"{path}.{key}", value) for key, value in held.items())
 
 
 def add_lora(
@@ -70,13 +80,14 @@ def add_lora(
     Args:
         model: a transformers model.
         config: which weights (PEFT's rules; experts by `target_parameters`, or by the names that PEFT
-            translates to that), rank, scale, dropout (without TP). DoRA, biases, `modules_to_save` and
-            initial values that need the weights are not supported.
+            translates to that), rank, scale, dropout (without TP), `modules_to_save`, which train whole
+            and as they are sharded. DoRA, biases and initial values that need the weights are not
+            supported.
         dtype: of the adapters; None: the weights' own, or float32 where that has 16 bits.
         seed: of the initial values; None: one that rank 0 draws. The values don't depend on the layout.
 
     Returns:
-        The same model. Adapters are its only parameters that train.
+        The same model. Adapters and `modules_to_save` are all that trains.
 
     Raises:
         ValueError: a target that matches nothing, or experts that PEFT would skip silently; a setting
@@ -92,11 +103,11 @@ def add_lora(
     weight and layer, kept for backward. Method: Hu et al., LoRA (2021).
     """
     with all_or_none("Adding adapters"):
-        state, layers, config = _resolved(model, config)
-    _check_agreement(config, layers, dtype)
+        state, targets, config = _resolved(model, config)
+    _check_agreement(config, targets, dtype)
     if seed is None:
         seed = shared_seed()
-    return add_adapters(model, state, layers, config, dtype, _initial_values(config, seed))
+    return add_adapters(model, state, targets, config, dtype, _initial_values(config, seed))
 
 
 def load_lora(
@@ -122,18 +133,19 @@ def load_lora(
 
     with all_or_none("Reading adapters"):
         file = AdapterFile(directory)
-        state, layers, config = _resolved(model, file.config)
-        file.check(layers)
-    _check_agreement(config, layers, dtype)
+        state, targets, config = _resolved(model, file.config)
+        file.check(targets)
+    _check_agreement(config, targets, dtype)
     with all_or_none("Reading adapters"):
-        add_adapters(model, state, layers, config, dtype, file.value)
+        add_adapters(model, state, targets, config, dtype, file.value)
+        for name, tensor in saved_tensors(model, targets):
+            file.fill(name, tensor)
     if not trainable:
-        for _, adapter in adapters_of(model):
-            adapter.requires_grad_(False)
+        model.requires_grad_(False)
     return model
 
 
-def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list[PeftLayer], Any]:
+def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, Targets, Any]:
     """Check, and let PEFT say what is adapted; nothing is changed."""
     try:
         import peft as _peft  # noqa: F401
@@ -154,19 +166,19 @@ def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, list
         )
     check_not_quantized(model)
     config = copy.deepcopy(config)
-    layers = resolve_targets(model, config)
+    targets = resolve_targets(model, config)
     if config.lora_dropout and state is not None and state.config.tp_size > 1:
         raise ValueError(
             f"lora_dropout={config.lora_dropout} with tp_size={state.config.tp_size}: the ranks of a TP "
             "group would each drop others. Use lora_dropout=0, or tp_size=1."
         )
-    return state, layers, config
+    return state, targets, config
 
 
-def _check_agreement(config: Any, layers: list[PeftLayer], dtype: torch.dtype | None) -> None:
+def _check_agreement(config: Any, targets: Targets, dtype: torch.dtype | None) -> None:
     """Every rank asks for the same adapters."""
     mine = json.dumps(
-        [repr(layers), config.lora_dropout, str(config.init_lora_weights), str(dtype)]
+        [repr(targets), config.lora_dropout, str(config.init_lora_weights), str(dtype)]
     )
     if len(set(gathered(mine))) > 1:
         raise ValueError(
@@ -177,19 +189,22 @@ def _check_agreement(config: Any, layers: list[PeftLayer], dtype: torch.dtype | 
 def add_adapters(
     model: ModelT,
     state: ParallelState | None,
-    layers: list[PeftLayer],
+    targets: Targets,
     config: Any,
     dtype: torch.dtype | None,
     values: Values,
 ) -> ModelT:
-    """Freeze the model, make the adapters and install them."""
+    """Freeze the model but for what trains whole, make the adapters and install them."""
     from expert_parallel.parallel import install_saving
 
     model.requires_grad_(False)
+    for _, tensor in saved_tensors(model, targets):
+        if isinstance(tensor, nn.Parameter):
+            tensor.requires_grad_()
     mesh = None if state is None else state.mesh
     pipeline = None if state is None else state.pipeline
     by_module: dict[str, list[PeftLayer]] = {}
-    for layer in layers:
+    for layer in targets.layers:
         by_module.setdefault(layer.module, []).append(layer)
     added: dict[str, ParameterSharding] = {}
     for path, wanted in by_module.items():
@@ -214,7 +229,7 @@ def add_adapters(
     if pipeline is not None:
         pipeline = pipeline.with_added(*_added_names(by_module))
     note_parameters(model, added, pipeline)
-    model.__dict__[_STATE] = LoraState(config, tuple(layers))
+    model.__dict__[_STATE] = LoraState(config, targets)
     install_saving(model)
     return model
 

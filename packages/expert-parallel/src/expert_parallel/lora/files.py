@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ep_mesh.world import own_rank
+from ep_plans import local
+from ep_plans.boxes import lengths
+from ep_plans.shards import box_of
 from expert_parallel.agreement import all_or_none
 from expert_parallel.directory import replaced_directory
 from expert_parallel.gathering import ROOT, gathered
 from expert_parallel.lazy import LazyTensor
 from expert_parallel.lora._compat import PeftLayer
-from expert_parallel.lora.adding import adapters_of, lora_state, packed, unpacked
+from expert_parallel.lora.adding import adapters_of, lora_state, packed, saved_tensors, unpacked
 from expert_parallel.lora.modules import FACTORS
+from expert_parallel.lora.targets import Targets
+from expert_parallel.reading import CheckpointTensor, Tally
 from expert_parallel.saving import PIECE, write_tensors
 
 _PREFIX = "base_model.model."  # of all names in a file: PEFT's own two modules around the model
@@ -27,7 +31,7 @@ _WEIGHTS = "adapter_model.safetensors"
 
 
 def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
-    """Write the adapters of a model as `peft` does; every rank must call.
+    """Write the adapters of a model, and what trains whole, as `peft` does; every rank must call.
 
     `peft.PeftModel.from_pretrained(model, save_directory)` loads them onto the plain model, `load_lora`
     onto a sharded one.
@@ -46,9 +50,14 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
         for _, adapter in adapters_of(model)
         for factor in FACTORS
     }
+    here |= {_PREFIX + name: tensor for name, tensor in saved_tensors(model, state.targets)}
     parts = gathered(here, model)
-    tensors: dict[str, LazyTensor] = {}
-    for layer in state.layers:
+    tensors = {
+        _PREFIX + name: parts[_PREFIX + name]
+        for module in state.targets.saved.values()
+        for name in module
+    }
+    for layer in state.targets.layers:
         for factor in FACTORS:
             lazy: Any = packed(parts[_file_name(layer, factor)], layer, factor)
             tensors[_file_name(layer, factor)] = lazy
@@ -100,19 +109,23 @@ class AdapterFile:
         except SafetensorError as error:
             raise OSError(f"{self.folder / _WEIGHTS} is damaged: {error}.") from error
 
-    def check(self, layers: Sequence[PeftLayer]) -> None:
-        """The file holds the adapters of its configuration, no others, in their shapes.
+    def check(self, targets: Targets) -> None:
+        """The file holds the tensors of its configuration, no others, in their shapes.
 
         Raises:
             ValueError: names what differs.
         """
-        wanted = {
+        wanted: dict[str, tuple[int, ...]] = {
             _file_name(layer, factor): shape
-            for layer in layers
+            for layer in targets.layers
             for factor, shape in (("lora_A", layer.shape_a), ("lora_B", layer.shape_b))
         }
+        for module in targets.saved.values():
+            wanted |= {_PREFIX + name: shape for name, shape in module.items()}
         found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        for layer in layers:  # PEFT adds the weight of an adapted head; the model has its own
+        for (
+            layer
+        ) in targets.layers:  # PEFT adds the weight of an adapted head; the model has its own
             base = f"{_PREFIX}{layer.key}.base_layer.weight"
             if found.get(base) == layer.shape:
                 del found[base]
@@ -131,3 +144,12 @@ class AdapterFile:
         """A whole factor."""
         stored: torch.Tensor = self._file.get_tensor(_file_name(layer, factor))
         return unpacked(stored, layer, factor)
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's part of a tensor of the model from the file."""
+        stored = LazyTensor(CheckpointTensor(self._file.get_slice(_PREFIX + name), Tally()))
+        box = box_of(tensor)
+        part = torch.empty(lengths(box), dtype=stored.dtype)
+        stored.read(box, part)
+        with torch.no_grad():
+            local(tensor).copy_(part)

@@ -10,7 +10,8 @@ import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _SUPPORTED = frozenset(
         "target_modules",
         "exclude_modules",
         "target_parameters",
+        "modules_to_save",
         "layers_to_transform",
         "layers_pattern",
         "rank_pattern",
@@ -55,8 +57,21 @@ _ASKED_AS = {
 }
 
 
-def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
-    """The adapters that `config` asks for, those of all pipeline stages; its targets are translated in place as PEFT does.
+@dataclass(frozen=True)
+class Targets:
+    """What a configuration trains, that of all pipeline stages.
+
+    Attributes:
+        layers: the adapters.
+        saved: the modules that train whole (`modules_to_save`), and the shape of each of their tensors.
+    """
+
+    layers: list[PeftLayer]
+    saved: dict[str, dict[str, tuple[int, ...]]]
+
+
+def resolve_targets(model: PreTrainedModel, config: Any) -> Targets:
+    """What `config` asks for; its targets are translated in place as PEFT does.
 
     Needs no memory for weights, and no communication.
 
@@ -70,6 +85,7 @@ def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
     stacked = [name for name, p in _stacked_parameters(skeleton)]
     linear = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
     parameters = [name for name, _ in skeleton.named_parameters()]
+    saved = _modules_to_save(skeleton, config.modules_to_save)
     try:
         layers = inject(config, skeleton)
     except ValueError as error:
@@ -79,12 +95,57 @@ def resolve_targets(model: PreTrainedModel, config: Any) -> list[PeftLayer]:
     _check_used(config, layers, linear, stacked, parameters)
     if not config.exclude_modules and config.layers_to_transform is None:  # the user left some out
         _check_experts(asked, layers, linear, stacked)
+    _check_apart(layers, saved)
     state = parallel_state(model)
     pipeline = None if state is None else state.pipeline
     for layer in layers:
         if pipeline is None or pipeline.runs(layer.module):
             _check_weight(model, layer)
-    return layers
+    return Targets(layers, saved)
+
+
+def _modules_to_save(
+    skeleton: nn.Module, asked: Sequence[str] | None
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The modules whose names end so, as PEFT reads it, and the tensors that they save."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    tied: Mapping[str, str] = getattr(skeleton, "all_tied_weights_keys", None) or {}
+    for end in asked or ():
+        names = [name for name, _ in skeleton.named_modules() if name and name.endswith(end)]
+        if not names:
+            kinds = _short((name for name, _ in skeleton.named_modules() if name), 1)
+            raise ValueError(
+                f"modules_to_save={list(asked or ())}: no module's name ends with {end!r}; names end with "
+                f"{[kind for kind in kinds if not kind.isdecimal()]}."
+            )
+        for name in names:
+            state = skeleton.get_submodule(name).state_dict()
+            tensors = {f"{name}.{key}": tuple(value.shape) for key, value in state.items()}
+            if not tensors:
+                raise ValueError(f"modules_to_save={end!r}: {name} has no weights.")
+            shared = sorted(tensors.keys() & {*tied, *tied.values()})
+            if shared:
+                raise ValueError(
+                    f"modules_to_save={end!r}: {shared[0]} is tied to another weight, which would train "
+                    "with it and not be saved. Untie them (tie_word_embeddings=False) before training."
+                )
+            found[name] = tensors
+    return {
+        name: tensors
+        for name, tensors in found.items()
+        if not any(name.startswith(f"{other}.") for other in found)
+    }
+
+
+def _check_apart(layers: Sequence[PeftLayer], saved: Iterable[str]) -> None:
+    """No module trains both whole and by an adapter."""
+    for name in saved:
+        for layer in layers:
+            if layer.module == name or layer.module.startswith(f"{name}."):
+                raise ValueError(
+                    f"modules_to_save and the targets both name {layer.module}: train it whole, or by an "
+                    "adapter."
+                )
 
 
 def check_settings(config: Any) -> None:
