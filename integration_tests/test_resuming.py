@@ -7,11 +7,13 @@ that it has comes out of the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from torch.distributed.tensor import DTensor
 from ep_mesh import DistributedConfig
 from ep_testing import RankPool
 from ep_trainer import CheckpointError, EPTrainer
-from ep_trainer.checkpoint import Contents
-from ep_trainer.checkpoint.state import model_tensors, tensor_names
+from ep_trainer.checkpoint import Contents, SafetensorsReader
+from ep_trainer.checkpoint.manifest import section
+from ep_trainer.checkpoint.planner import local_of
+from ep_trainer.checkpoint.state import model_tensors, optimizer_state, tensor_names
 from expert_parallel import parallelize
 
 STEPS = 6
@@ -66,11 +70,16 @@ SAMPLE = [
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The losses and gradient norms by step, and a fingerprint of all weights on this rank."""
+    """The losses and gradient norms by step, and a fingerprint of all weights on this rank.
+
+    Also the bytes that it read to resume, and those of model and optimizer that it holds.
+    """
 
     loss: dict[int, float]
     norm: dict[int, float]
     weights: tuple[bytes, ...]
+    read: int
+    held: int
 
 
 class SaveAt(transformers.TrainerCallback):
@@ -100,14 +109,33 @@ def train(
         train_dataset=Sentences(SAMPLES),
         callbacks=[] if resume else [SaveAt()],
     )
-    trainer.train(resume_from_checkpoint=resume)
+    with bytes_read() as readers:
+        trainer.train(resume_from_checkpoint=resume)
+    tensors = model_tensors(trainer.model)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    moments = optimizer_state(trainer.optimizer.optimizer, names).tensors
     first = int(resume.rpartition("-")[2]) if resume else 0
     logs = [e for e in trainer.state.log_history if "loss" in e and e["step"] > first]
     return Run(
         {entry["step"]: entry["loss"] for entry in logs},
         {entry["step"]: float(entry["grad_norm"]) for entry in logs},
         tuple(_bytes(parameter) for parameter in model.parameters()),
+        read=sum(reader.bytes_read for reader in readers),
+        held=sum(local_of(tensor).nbytes for tensor in (*tensors.values(), *moments.values())),
     )
+
+
+@contextlib.contextmanager
+def bytes_read() -> Iterator[list[SafetensorsReader]]:
+    """The readers that read something meanwhile."""
+    readers, read = [], SafetensorsReader.read_data
+
+    def noted(self: SafetensorsReader, *args: Any) -> Any:
+        readers.append(self)
+        return read(self, *args)
+
+    with mock.patch.object(SafetensorsReader, "read_data", noted):
+        yield readers
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -167,6 +195,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             assert run.weights == expected[rank].weights
         else:
             assert run.loss == pytest.approx(after, rel=1e-6)
+        assert run.read == run.held, "a rank reads its own shards, each once"
+    sections = [
+        SafetensorsReader(section(Path(checkpoint), name)) for name in ("model", "optimizer")
+    ]
+    whole = sum(chunk.nbytes for each in sections for chunk in each.chunks.values())
+    # Each replica reads once; what is more is what its ranks hold alike: norms, routers, copied heads.
+    share = whole * sizes_of(target).get("dp_replicate_size", 1) / len(found)
+    assert max(run.read for run in found) <= 1.1 * share
 
 
 def stages(folder: str, layers: int, **changes: Any) -> EPTrainer:

@@ -141,10 +141,16 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads boxes out of what `SafetensorsWriter` wrote; just the bytes that are asked for."""
+    """Reads boxes out of what `SafetensorsWriter` wrote; just the bytes that are asked for.
+
+    Attributes:
+        files: bytes of each file; known when the metadata is read.
+        bytes_read: of values, into the targets of `read_data`.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.bytes_read = 0
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
         self._sizes: dict[MetadataIndex, torch.Size] = {}
         self._metadata: Metadata | None = None
@@ -209,6 +215,7 @@ class SafetensorsReader(StorageReader):
             )
             target = planner.resolve_tensor(item)
             target.copy_(source)
+            self.bytes_read += source.nbytes
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
