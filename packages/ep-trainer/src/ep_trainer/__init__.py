@@ -1,6 +1,7 @@
 """How it learns: a transformers Trainer for expert-parallel models."""
 
 from ep_trainer.accelerator import LayoutAccelerator
+from ep_trainer.balancing import BalancingLoss
 from ep_trainer.bias_balancing import BiasBalancing
 from ep_trainer.checkpoint import CheckpointError, CheckpointOptions
 from ep_trainer.chunked_loss import chunk_loss
@@ -17,6 +18,7 @@ from ep_trainer.with_layout import with_layout
 from ep_trainer.z_loss import RouterZLoss
 
 __all__ = [
+    "BalancingLoss",
     "BiasBalancing",
     "CheckpointError",
     "CheckpointOptions",

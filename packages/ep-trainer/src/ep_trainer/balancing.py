@@ -26,33 +26,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_mesh import ParallelMesh
+from ep_plans import parallel_state
 from ep_plans.sizes import text_config
 
 
 def load_sums(
     router_logits_TE: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices per expert [E], probabilities per expert [E] (differentiable), tokens [], float32.
+    """Choices per expert [E], probabilities per expert [E] (differentiable), tokens [].
 
-    The sums are over the layers too; tokens that `attention_mask` hides don't count.
+    Float32, or float64 of such logits. The sums are over the layers too; tokens that `attention_mask` hides don't count.
     """
     device = router_logits_TE[0].device
     num_experts = router_logits_TE[0].shape[-1]
-    choices = torch.zeros(num_experts, dtype=torch.float32, device=device)
-    probabilities = torch.zeros(num_experts, dtype=torch.float32, device=device)
-    tokens = torch.zeros((), dtype=torch.float32, device=device)
+    wide = torch.promote_types(router_logits_TE[0].dtype, torch.float32)
+    choices = torch.zeros(num_experts, dtype=wide, device=device)
+    probabilities = torch.zeros(num_experts, dtype=wide, device=device)
+    tokens = torch.zeros((), dtype=wide, device=device)
     for logits_TE in router_logits_TE:
         weights_TE = logits_TE.to(device).softmax(-1)
         mask_T = (
-            weights_TE.new_ones(weights_TE.shape[0], dtype=torch.float32)
+            weights_TE.new_ones(weights_TE.shape[0], dtype=wide)
             if attention_mask is None
-            else attention_mask.reshape(-1).to(device, torch.float32)
+            else attention_mask.reshape(-1).to(device, wide)
         )
         chosen_TK = weights_TE.detach().topk(top_k, dim=-1).indices
         choices = choices.index_add(
             0, chosen_TK.reshape(-1), mask_T.repeat_interleave(chosen_TK.shape[1])
         )
-        probabilities = probabilities + (weights_TE.float() * mask_T[:, None]).sum(0)
+        probabilities = probabilities + (weights_TE.to(wide) * mask_T[:, None]).sum(0)
         tokens = tokens + mask_T.sum()
     return choices, probabilities, tokens
 
@@ -67,7 +69,7 @@ def global_balancing_loss(
 ) -> Tensor:
     """The loss over the batches of all ranks of `group`, see the note above.
 
-    One all-reduce of 2E + 1 float32.
+    One all-reduce of 2E + 1 numbers.
     """
     shards = dist.get_world_size(group)
     sums = torch.cat([choices, probabilities.detach(), tokens.reshape(1)])
@@ -90,7 +92,8 @@ def balancing_loss_of_shards(sums: Tensor, group: dist.ProcessGroup) -> Tensor:
 class BalancingLoss:
     """Replaces the auxiliary loss in a model's loss by that of the global batch.
 
-    The model's own code adds `coefficient * aux_loss` of its batch. On the first batch the value
+    `EPTrainer` does so by itself; this is for a loop of one's own (`BalancingLoss.of(model)`). The
+    model's own code adds `coefficient * aux_loss` of its batch. On the first batch the value
     is computed here too, and if the two differ (a model with a formula of its own) it is left as
     the model has it, with a warning.
 
@@ -106,8 +109,24 @@ class BalancingLoss:
     _same_formula: bool | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: ParallelMesh) -> Self | None:
-        """For a model whose config has the coefficient and top-k; None without."""
+    def of(cls, model: nn.Module, mesh: ParallelMesh | None = None) -> Self | None:
+        """For a model whose config has the coefficient and top-k; None without.
+
+        Args:
+            model: a causal language model of transformers.
+            mesh: that holds the batches; None: that of the sharded model.
+
+        Raises:
+            ValueError: there is no mesh.
+        """
+        if mesh is None:
+            state = parallel_state(model)
+            if state is None:
+                raise ValueError(
+                    f"{type(model).__name__} is not sharded, so nothing tells which ranks hold the other "
+                    "batches: call parallelize first, or give the mesh."
+                )
+            mesh = state.mesh
         text = text_config(model)
         coefficient = getattr(model, "router_aux_loss_coef", None)
         if coefficient is None:
@@ -123,16 +142,26 @@ class BalancingLoss:
         self,
         loss: Tensor,
         outputs: Any,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | None = None,
         *,
-        weight: int,
+        weight: int = 1,
         real_rows: tuple[int, int] | None = None,
     ) -> Tensor:
         """`loss` with `weight * aux_loss` of this rank's batch taken out, the global's put in.
 
-        `real_rows`: of so many rows of the batch, so many are in the global batch; None: all.
-        Nothing is done where the outputs hold no router logits. One all-reduce of 2E + 1 numbers
-        over the data shards; at the first call one more and a host synchronization.
+        The mean of its gradient over the data shards is then that of one process, see the note above.
+        Every rank calls it, for each micro-batch. Nothing is done where the outputs hold no router
+        logits: the model adds no auxiliary loss then.
+
+        Args:
+            loss: [] of this rank's batch, from these outputs.
+            outputs: of the model, asked for router logits.
+            attention_mask: of the batch; hidden tokens don't count.
+            weight: what the model's loss was multiplied by since.
+            real_rows: the first so many of so many rows are in the global batch; None: all are.
+
+        Cost: one all-reduce of 2E + 1 numbers over the data shards; at the first call one more and a
+        host synchronization.
         """
         own = outputs.get("aux_loss") if isinstance(outputs, dict) else None
         logits = outputs.get("router_logits") if isinstance(outputs, dict) else None

@@ -348,7 +348,7 @@ class PipelineRunner:
         if not logits:
             return torch.zeros(2 * num_experts(self.model) + 1, dtype=torch.float32, device=device)
         choices, probabilities, tokens = load_sums(logits, self._balancing.top_k, self._mask)
-        return torch.cat([choices, probabilities, tokens.reshape(1)])
+        return torch.cat([choices, probabilities, tokens.reshape(1)]).float()
 
     def _keep_sums(self, output: Any, totals: tuple[Tensor, ...], kwargs: Mapping[str, Any]) -> Any:
         self._totals = totals
