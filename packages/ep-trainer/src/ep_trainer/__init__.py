@@ -11,6 +11,7 @@ from ep_trainer.in_backward import StepInBackward
 from ep_trainer.meters import ExpertLoad, JsonLines, Memory, Meter, Speed
 from ep_trainer.muon import Muon
 from ep_trainer.pipeline import PipelineRunner
+from ep_trainer.replay import record_routes, replay_routes
 from ep_trainer.scaler import WorldGradScaler
 from ep_trainer.trainer import EPTrainer
 from ep_trainer.watch import Watch
@@ -38,5 +39,7 @@ __all__ = [
     "WorldGradScaler",
     "chunk_loss",
     "chunked_cross_entropy",
+    "record_routes",
+    "replay_routes",
     "with_layout",
 ]
