@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import tiny_models
@@ -15,7 +15,11 @@ from ep_dispatch import AllToAll, EPImplementationInterface
 from ep_plans import full_tensor
 from ep_testing import RankPool
 from expert_parallel import AutoModelForCausalLM, initialize, parallelize
-from expert_parallel.lora.targets import quantized_parameters
+from expert_parallel.lora.targets import (
+    check_not_quantized,
+    quantized_parameters,
+    wide_experts,
+)
 
 LAYOUTS = [
     dispatching(tp_size=2, fsdp_size=4, ep_size=4),
@@ -198,25 +202,58 @@ def test_an_unknown_option_is_refused_before_anything_is_read() -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_quantization_that_leaves_experts_out_is_told(dtype: torch.dtype) -> None:
+class Packed(torch.Tensor):
+    """Shows float32 and holds eight bits, as quantized weights of torchao do."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function is torch.ops.aten.detach.default, "only shown"
+        return Packed(args[0].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, Packed], ids=str)
+def test_a_quantization_that_leaves_experts_out_is_told(dtype: Any) -> None:
+    def quantized_weight(weight: torch.Tensor) -> nn.Parameter:
+        values = Packed(weight.detach().char()) if dtype is Packed else weight.detach().to(dtype)
+        return nn.Parameter(values, requires_grad=False)
+
     model = build()
     for layer in model.model.layers:
         attention = layer.self_attn
         for name in ("q_proj", "o_proj"):
-            weight = getattr(attention, name).weight.detach().to(dtype)
-            getattr(attention, name).weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match=r"q_proj.weight and 3 .*, while .*gate_up_proj and 3 "):
+            getattr(attention, name).weight = quantized_weight(getattr(attention, name).weight)
+    experts = model.model.layers[0].mlp.experts
+    sizes = [experts.gate_up_proj.nbytes, experts.down_proj.nbytes]
+    told = (
+        rf"q_proj.weight and 3 others .*: model.layers.\*.mlp.experts.gate_up_proj \(2 x {sizes[0]} bytes "
+        rf"in torch.float32\), model.layers.\*.mlp.experts.down_proj \(2 x {sizes[1]} bytes in "
+        rf"torch.float32\), {2 * sum(sizes)} bytes in all"
+    )
+    with pytest.raises(ValueError, match=told):
         parallelize(model, {"fsdp_size": 1})
+    with pytest.raises(ValueError, match=told):
+        check_not_quantized(model)
     for layer in model.model.layers:  # all of it: experts with their scales
         experts = layer.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, name).detach().to(dtype)
-            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+            setattr(experts, name, quantized_weight(getattr(experts, name)))
         experts.gate_up_proj_scale_inv = nn.Parameter(torch.ones(8, 1, 1), requires_grad=False)
     quantized, whole = quantized_parameters(model)
     assert len(quantized) == 8
     assert whole == []
+    assert wide_experts(model) == "", "their scales are no experts"
 
 
 def test_an_unknown_way_to_recompute_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ep_plans import full_tensor
 from ep_testing import RankPool
-from expert_parallel import AutoModelForCausalLM, load_report
+from expert_parallel import AutoModelForCausalLM, add_lora, load_report, parallelize
 
 LAYOUTS = [
     {"tp_size": 2, "fsdp_size": 4, "ep_size": 2},
@@ -127,3 +128,28 @@ def test_weights_that_stay_quantized_are_refused_with_advice() -> None:
         _check_dequantized(model)
     model.config.quantization_config = transformers.Mxfp4Config(dequantize=True)
     _check_dequantized(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+def test_a_quantizer_that_leaves_experts_out_is_told(tmp_path: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    peft = pytest.importorskip("peft")
+    model = tiny_models.build(tiny_models.qwen3_moe(), torch.bfloat16)
+    size = sum(layer.mlp.experts.down_proj.nbytes for layer in model.model.layers)
+    model.save_pretrained(tmp_path)
+    how = {
+        "quantization_config": transformers.TorchAoConfig(Int8WeightOnlyConfig()),
+        "dtype": torch.bfloat16,
+    }
+    told = (
+        rf"experts.down_proj \(2 x {size // 2} bytes in torch.bfloat16\), {3 * size} bytes in all"
+    )
+    with pytest.raises(ValueError, match=told):
+        AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config={"fsdp_size": 1}, **how)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how)
+    with pytest.raises(ValueError, match=told):
+        parallelize(plain, {"fsdp_size": 1})
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=told):
+        add_lora(plain, config)

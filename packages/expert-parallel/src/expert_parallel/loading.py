@@ -32,6 +32,7 @@ from expert_parallel.agreement import OtherRankError, all_or_none, raise_togethe
 from expert_parallel.configs import as_config
 from expert_parallel.initializing import initialize_missing
 from expert_parallel.lazy import Constant, LazyTensor, by_row
+from expert_parallel.lora.targets import wide_experts
 from expert_parallel.parallel import shard_model
 from expert_parallel.reading import CheckpointTensor, LoadReport, Readers, Tally
 
@@ -161,8 +162,10 @@ def _check_dequantized(model: PreTrainedModel) -> None:
         "mxfp4": "quantization_config=transformers.Mxfp4Config(dequantize=True)",
         "fp8": "quantization_config=transformers.FineGrainedFP8Config(dequantize=True)",
     }.get(str(method))
+    wide = wide_experts(model)
     raise ValueError(
         f"This checkpoint stays quantized ({method}), which can't be sharded. "
+        + (f"Quantizers mostly leave fused experts, here {wide}, as they are. " if wide else "")
         + (
             f"Dequantize it on the way: pass {advice}."
             if advice

@@ -20,7 +20,7 @@ from expert_parallel.configs import as_config
 from expert_parallel.fusing import fuse
 from expert_parallel.generation import generate
 from expert_parallel.lora.adding import lora_state
-from expert_parallel.lora.targets import quantized_parameters
+from expert_parallel.lora.targets import quantized_parameters, wide_experts
 from expert_parallel.saving import save_pretrained
 
 _SAVE_DEFAULTS = {
@@ -122,9 +122,9 @@ def shard_model(
     quantized, whole = quantized_parameters(model)
     if quantized and whole:
         raise ValueError(
-            f"{quantized[0]} and {len(quantized) - 1} others are quantized, while {whole[0]} and "
-            f"{len(whole) - 1} other weights of experts, the larger part, are not: quantizers leave fused "
-            "experts as they are. Load the model without quantization."
+            f"{quantized[0]} and {len(quantized) - 1} others are quantized, while the experts, the larger "
+            f"part, are not: {wide_experts(model)}. Quantizers leave fused experts as they are. Load the "
+            "model without quantization."
         )
     if recompute not in get_args(Recompute):
         raise ValueError(

@@ -304,13 +304,33 @@ def quantized_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
 
     Quantized experts have scales beside them, which look like weights.
     """
-    quantized = [
-        name
-        for name, p in model.named_parameters()
-        if not p.is_floating_point() or p.element_size() < 2
-    ]
+    quantized = [name for name, p in model.named_parameters() if _is_narrow(p)]
     stacked = [name for name, _ in _stacked_parameters(model)]
     return quantized, stacked if set(stacked).isdisjoint(quantized) else []
+
+
+def _is_narrow(tensor: Any) -> bool:
+    """Whether values lie in less than 16 bit, also those inside a tensor that shows another dtype (torchao)."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return any(_is_narrow(getattr(tensor, name)) for name in names)
+    return not tensor.is_floating_point() or tensor.element_size() < 2
+
+
+def wide_experts(model: nn.Module) -> str:
+    """The weights of fused experts, as patterns with dtype and bytes; "" if there are none, or narrower ones too."""
+    found: dict[tuple[str, torch.dtype], list[int]] = {}
+    for name, parameter in _stacked_parameters(model):
+        if _is_narrow(parameter):
+            return ""  # what is wide beside them are scales
+        key = re.sub(r"\.\d+\.", ".*.", name), parameter.dtype
+        found.setdefault(key, []).append(parameter.numel() * parameter.element_size())
+    total = sum(sum(sizes) for sizes in found.values())
+    each = [
+        f"{name} ({len(sizes)} x {sizes[0]} bytes in {dtype})"
+        for (name, dtype), sizes in found.items()
+    ]
+    return f"{', '.join(each)}, {total} bytes in all" if each else ""
 
 
 def check_not_quantized(model: nn.Module) -> None:
@@ -320,11 +340,11 @@ def check_not_quantized(model: nn.Module) -> None:
     don't know of, and say neither.
 
     Raises:
-        ValueError: names a quantized weight and a fused one that isn't.
+        ValueError: names a quantized weight and the fused ones that aren't, with their bytes.
     """
     quantized, whole = quantized_parameters(model)
     if quantized:
-        left = f", while {whole[0]} and {len(whole) - 1} others are not" if whole else ""
+        left = f", while these are not: {wide_experts(model)}" if whole else ""
         raise ValueError(
             f"{quantized[0]} and {len(quantized) - 1} others are quantized{left}. Adapters are for "
             "weights in 16 or 32 bit: load the model without quantization, or dequantized."
