@@ -1,4 +1,4 @@
-"""Norms run as one operator where that is what they compute, and as they are elsewhere."""
+"""Norms and rotary embeddings run as one operator where that is what they compute; else as they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4 import modeling_glm4
@@ -19,8 +20,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-import expert_parallel.fusing
-from expert_parallel.fusing import fuse, fuse_norms, fuse_rotary
+from expert_parallel.fusing import fuse, fuse_norms, fuse_rotary, inputs, norms
+from expert_parallel.fusing import rotary as rotary_module
 
 
 class Detached(Qwen3MoeRMSNorm):
@@ -44,20 +45,20 @@ class OtherEpsilon(Qwen3MoeRMSNorm):
 
 @pytest.fixture(autouse=True)
 def small_inputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_parallel.fusing, "_SMALL", 0)
+    monkeypatch.setattr(inputs, "SMALL", 0)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the operator is called with."""
     seen: list[Any] = []
-    inner = expert_parallel.fusing.rms_norm
+    inner = norms.rms_norm
 
     def watched(*args: Any) -> Tensor:
         seen.append(args)
         return inner(*args)
 
-    monkeypatch.setattr(expert_parallel.fusing, "rms_norm", watched)
+    monkeypatch.setattr(norms, "rms_norm", watched)
     return seen
 
 
@@ -117,7 +118,7 @@ def test_own_code_for_other_dtypes(x: Tensor, change: torch.dtype, calls: list[A
 def test_few_values_on_a_cpu_go_through_the_own_code(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_parallel.fusing, "_SMALL", 32)
+    monkeypatch.setattr(inputs, "SMALL", 32)
     module = Qwen3MoeRMSNorm(8)
     fuse_norms(module)
     calls.clear()
@@ -208,14 +209,14 @@ def attention_of(rotary: Any) -> nn.Module:
 )
 def test_rotations(rotary: Any, widths: dict[int, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     attention, calls = attention_of(rotary), list[Any]()
-    inner = expert_parallel.fusing.apply_rotary
+    inner = rotary_module.apply_rotary
     fuse_rotary(attention)
 
     def watched(*args: Any) -> Tensor:
         calls.append(args)
         return inner(*args)
 
-    monkeypatch.setattr(expert_parallel.fusing, "apply_rotary", watched)
+    monkeypatch.setattr(rotary_module, "apply_rotary", watched)
     for width, fused in widths.items():
         query, key, cos, sin = (
             torch.randn(2, n, 5, w) if n else torch.randn(2, 5, w)
@@ -228,3 +229,59 @@ def test_rotations(rotary: Any, widths: dict[int, bool], monkeypatch: pytest.Mon
         in_float64 = query, key, cos.double(), sin.double()
         assert torch.equal(attention(*in_float64)[0], rotary(*in_float64)[0])
         assert not calls
+
+
+def halves(x: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat([high * torch.full((1,), -1.0, dtype=x.dtype), low], -1)
+
+
+def rotation() -> Any:
+    """A new function, which nobody has tried."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return q * cos + halves(q) * sin, k * cos + halves(k) * sin
+
+    return rotate
+
+
+@pytest.mark.parametrize(
+    ("mode", "tried"),
+    [
+        (torch.inference_mode, True),
+        (torch.no_grad, True),
+        (lambda: torch.device("meta"), True),
+        (lambda: torch.autocast("cpu", torch.bfloat16), True),
+        (FakeTensorMode, False),
+    ],
+    ids=["inference", "no_grad", "meta", "autocast", "fake"],
+)
+def test_where_it_is_tried_decides_nothing(mode: Any, tried: bool) -> None:
+    """What can't be found out now is found out later."""
+    attention, norm = attention_of(rotation()), Qwen3MoeRMSNorm(8)
+    with mode():
+        assert fuse_norms(norm) == ([norm] if tried else [])
+        assert fuse_rotary(attention) == ([attention] if tried else [])
+    if not tried:
+        assert fuse_norms(norm) == [norm]
+        assert fuse_rotary(attention) == [attention]
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "scaled"])
+def test_what_replaces_a_global_later_is_heard(name: str) -> None:
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return scaled(*apply_rotary_pos_emb(*args))  # type: ignore[name-defined]  # noqa: F821
+
+    own: dict[str, Any] = {"apply_rotary_pos_emb": rotation(), "scaled": lambda q, k: (q, k)}
+    attention = type("A", (nn.Module,), {"forward": type(forward)(forward.__code__, own)})()
+    args = [torch.randn(2, *shape) for shape in ((4, 5, 8), (1, 5, 8), (5, 8), (5, 8))]
+    expected = attention(*args)
+    assert fuse_rotary(attention) == [attention]
+    torch.testing.assert_close(attention(*args), expected)
+    own[name] = lambda *args: "replaced"
+    if name == "scaled":
+        assert attention(*args) == "replaced"
+    else:
+        own["scaled"] = lambda *found: "".join(found)
+        assert attention(*args) == "replaced"

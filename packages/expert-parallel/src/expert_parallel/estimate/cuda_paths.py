@@ -22,7 +22,7 @@ import ep_kernels.mlp
 import ep_kernels.norm
 import ep_kernels.rotary
 import ep_kernels.rows
-import expert_parallel.fusing
+import expert_parallel.fusing.inputs
 from ep_dispatch.collectives import _start_all_to_all
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
@@ -106,7 +106,7 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
             (ep_kernels.norm, "normalize_backward", normalize_backward),
             (ep_kernels.rotary, "rotate", rotate),
             (ep_dispatch.exchange, "_start_all_to_all", sent_off),
-            (expert_parallel.fusing, "_SMALL", 0),
+            (expert_parallel.fusing.inputs, "SMALL", 0),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))

@@ -1,0 +1,26 @@
+"""Which calls are left to a model's own code, whatever the operator."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+SMALL = 1 << 14
+"""Elements. Of fewer on a CPU, Python costs more than passes over memory: the model's own code runs."""
+
+
+def may_fuse(x: Any, *others: Any) -> TypeGuard[Tensor]:
+    """Whether these are plain tensors of one dtype and device, `x` of more than few values.
+
+    Not under torch.compile, which fuses by itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if not all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in (x, *others)):
+        return False
+    if x.device.type == "cpu" and x.numel() < SMALL:
+        return False
+    return all(t.dtype is x.dtype and t.device == x.device for t in others)
