@@ -64,6 +64,15 @@ def test_parts_put_together_are_the_batch() -> None:
         assert part["use_cache"] is False
 
 
+def test_positions_of_as_many_kinds_as_rows_are_cut_along_the_rows() -> None:
+    ids, positions = torch.arange(12).view(3, 4), torch.arange(36).view(3, 3, 4)
+    for row, part in enumerate(split_batch({"input_ids": ids, "position_ids": positions}, 3)):
+        assert torch.equal(part["position_ids"], positions[:, row : row + 1])
+    shared = positions[:, :1]
+    for part in split_batch({"input_ids": ids, "position_ids": shared}, 3):
+        assert part["position_ids"] is shared
+
+
 def test_what_has_no_rows_is_refused() -> None:
     ids = torch.zeros(4, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="cu_seq_lens_q has the shape"):

@@ -104,11 +104,11 @@ def _row_dim(name: str, value: Any, rows: int) -> int | None:
     """The dimension to cut; None: every micro-batch takes all."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
-    if value.shape[0] == rows:
-        return 0
-    if name == "position_ids" and value.ndim == 3 and value.shape[1] == rows:
-        return 1
-    if value.shape[0] == 1:
+    # First the kinds: there may be as many as rows.
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    if value.shape[dim] == rows:
+        return dim
+    if value.shape[dim] == 1:
         return None
     raise ValueError(
         f"{name} has the shape {list(value.shape)}, so it can't be cut into micro-batches of a batch "
