@@ -183,7 +183,7 @@ def test_with_inductor_and_over_stages(all_layouts: bool) -> None:
 def refuse(rank: int) -> None:
     config = DistributedConfig(pp_size=2, pp_schedule="zero_bubble")
     model = parallelize(build_float32(num_hidden_layers=4), config)
-    with pytest.raises(ValueError, match="1f1b"):
+    with pytest.raises(ValueError, match="'1f1b', 'interleaved_1f1b' or 'gpipe'"):
         compile_layers(model)
 
 

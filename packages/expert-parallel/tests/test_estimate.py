@@ -128,7 +128,7 @@ def test_an_operation_takes_the_slowest_of_its_parts() -> None:
         ({"sequence_length": 0}, "sequence_length"),
         ({"experts_recompute": "all"}, "gate_up"),
         ({"dtype": torch.int8}, "floating"),
-        ({"config": {"pp_size": 2, "pp_schedule": "zero_bubble"}}, "zero_bubble"),
+        ({"config": {"pp_size": 2, "pp_schedule": "zero_bubble"}}, "zero_bubble.*gpipe"),
         (
             {"config": {"fsdp_size": 2, "ep_size": 2, "ep_implementation": "symmetric_memory"}},
             "auto",

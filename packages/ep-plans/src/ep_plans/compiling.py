@@ -56,7 +56,7 @@ def compile_layers(model: nn.Module, **options: Any) -> list[str]:
     if state.pipeline is not None and state.config.pp_schedule == "zero_bubble":
         raise ValueError(
             "pp_schedule='zero_bubble' computes the gradients of weights apart, which a compiled layer "
-            "computes in one; take '1f1b' or 'interleaved_1f1b', or don't compile."
+            "computes in one; take '1f1b', 'interleaved_1f1b' or 'gpipe', or don't compile."
         )
     torch.compile(_nothing, **options)  # what it refuses, it refuses before anything is changed
     pieces = dict(_pieces(model, "", state.plans.experts, in_layers=False))

@@ -92,7 +92,8 @@ class PipelineRunner:
         if reduce_each and state.config.pp_schedule == "zero_bubble":
             raise ValueError(
                 "reduce_each=True: pp_schedule='zero_bubble' computes the gradients of weights apart, so "
-                "FSDP2 can only reduce them at the end. Use '1f1b' or 'interleaved_1f1b', or leave it out."
+                "FSDP2 can only reduce them at the end. Use '1f1b', 'interleaved_1f1b' or 'gpipe', or leave it "
+                "out."
             )
         self.model, self.mesh, self.config = model, state.mesh, state.config
         self._compute_loss = compute_loss or self._own_loss

@@ -120,7 +120,7 @@ def _check(
     if config.pp_size > 1 and config.pp_schedule == "zero_bubble":
         raise ValueError(
             "pp_schedule='zero_bubble' can't be simulated: how it fills the bubble is not told. Estimate "
-            "'1f1b' or 'interleaved_1f1b'."
+            "'1f1b', 'interleaved_1f1b' or 'gpipe'."
         )
     if config.fsdp_cpu_offload:
         raise ValueError(
