@@ -1,5 +1,6 @@
 """Label counts and rows that only fill up a batch."""
 
+import pytest
 import torch
 
 from ep_mesh import Layout, ParallelMesh
@@ -8,9 +9,20 @@ from ep_trainer.data import (
     check_shared,
     count_labels,
     first_sequences,
+    len_of,
     sequence_starts,
     without_fillers,
 )
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, NotImplementedError])
+def test_a_stream_has_no_length(error: type[Exception]) -> None:
+    class Stream:
+        def __len__(self) -> int:
+            raise error
+
+    assert len_of(Stream()) is None
+    assert len_of([1, 2]) == 2
 
 
 def test_a_shifted_loss_predicts_nothing_at_the_first_position() -> None:

@@ -51,10 +51,10 @@ def without_fillers(batch: Batch, real: int) -> Batch:
 
 
 def len_of(loader: Any) -> int | None:
-    """How many batches there are; None if it can't tell, as of a stream."""
+    """How many batches there are; None if it can't tell, as of a stream, whatever its `__len__` raises."""
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, AttributeError, NotImplementedError):
         return None
 
 

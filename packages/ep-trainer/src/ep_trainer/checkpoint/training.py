@@ -46,6 +46,7 @@ from ep_trainer.checkpoint.state import (
     scheduler_state,
     tensor_names,
 )
+from ep_trainer.data import len_of
 
 logger = logging.getLogger(__name__)
 
@@ -354,11 +355,7 @@ class CheckpointingTrainer(HookedTrainer):
     @property
     def _start(self) -> Position:
         """The begin of this run's data."""
-        try:
-            samples = len(self.train_dataset)  # type: ignore[arg-type]
-        except TypeError:  # a stream
-            samples = 0
-        return Position(0, 0, samples, self.accelerator.seed)
+        return Position(0, 0, len_of(self.train_dataset) or 0, self.accelerator.seed)
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
