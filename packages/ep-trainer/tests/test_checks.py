@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments
 
-from ep_mesh import Layout
 from ep_trainer.checks import check_arguments, check_saves
 
 
@@ -29,20 +28,20 @@ def arguments(**changes: Any) -> TrainingArguments:
 )
 def test_arguments_are_refused_with_what_to_do(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_arguments(arguments(**changes), Layout(tp=2))
+        check_arguments(arguments(**changes))
 
 
 def test_every_problem_is_told_at_once() -> None:
     args = arguments(fp16_full_eval=True, auto_find_batch_size=True)
     with pytest.raises(ValueError, match=r"(?s)fp16_full_eval.*auto_find_batch_size"):
-        check_arguments(args, Layout())
+        check_arguments(args)
 
 
 def test_checkpoints_of_every_kind_are_allowed() -> None:
-    check_arguments(arguments(), Layout(tp=2))
+    check_arguments(arguments())
     best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
     for changes in ({}, {"save_only_model": True}, best):
-        check_arguments(arguments(save_strategy="steps", **changes), Layout(tp=2))
+        check_arguments(arguments(save_strategy="steps", **changes))
 
 
 def test_a_save_pretrained_that_gathers_nothing_is_refused() -> None:

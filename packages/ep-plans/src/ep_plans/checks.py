@@ -49,8 +49,8 @@ def check_experts(
     """Experts and all their stacked weights divide over the EP ranks; masking has `ep == tp`.
 
     Raises:
-        ValueError: with the sizes that would fit, or the weights without a rule; or `ep_implementation` is unknown or needs ranks
-            that share a batch where they don't.
+        ValueError: with the sizes that would fit, or the weights without a rule; or
+            `ep_implementation` is unknown or needs ranks that share a batch where they don't.
     """
     masking = [name for name in experts if STYLES[ep[name]].masks]
     if masking and config.ep_size != config.tp_size:

@@ -109,8 +109,8 @@ def parallelize(
 
     Raises:
         ValueError: as `resolve_plans`; the mesh is of another layout; the ranks hold different
-            models; with `pp_size > 1` the model can't be split into that many stages; the model is parallel already; an implementation can't run here. Nothing is
-            cut or moved then.
+            models; with `pp_size > 1` the model can't be split into that many stages; the model is
+            parallel already; an implementation can't run here. Nothing is cut or moved then.
 
     With `pp_size > 1` a rank keeps the layers of its stages, under their names, and calling the model
     to infer runs all stages, see `ep_plans.stage_inference`.

@@ -330,7 +330,8 @@ def children_first(module: nn.Module, name: str = "") -> Iterator[str]:
 def _count_tokens(cache: Any, index: int, hidden: Tensor) -> None:
     """Let a cache hear of the tokens of a layer that is elsewhere: keys and values of one zero.
 
-    transformers takes keys without elements for no tokens. The cache of a linear attention, which has no length, hears that it was used.
+    transformers takes keys without elements for no tokens. The cache of a linear attention, which has no
+    length, hears that it was used.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:

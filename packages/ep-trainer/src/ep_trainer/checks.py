@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
-from ep_mesh import Layout
 from ep_plans import parallel_state
 
 _NEEDS_WHOLE_MATRICES = ("adafactor", "adalomo", "apollo", "galore", "lomo")
@@ -45,13 +44,13 @@ def check_model_init(model: nn.Module | None) -> None:
         )
 
 
-def check_arguments(args: TrainingArguments, layout: Layout) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Refuse the arguments that don't go with a sharded model.
 
     Raises:
         ValueError: names each argument, why it doesn't work and what does.
     """
-    problems = list(_problems(args, layout))
+    problems = list(_problems(args))
     if problems:
         raise ValueError(
             "these TrainingArguments do not work with a sharded model:\n  - "
@@ -74,7 +73,7 @@ def check_saves(model: nn.Module) -> None:
         )
 
 
-def _problems(args: TrainingArguments, layout: Layout) -> Iterator[str]:
+def _problems(args: TrainingArguments) -> Iterator[str]:
     loader: Any = args.accelerator_config
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name):

@@ -154,7 +154,7 @@ class EPTrainer(CheckpointingTrainer):
 
     def _check(self, model: nn.Module, args: TrainingArguments) -> None:
         mesh = self._sharded_mesh
-        check_arguments(args, mesh.layout)
+        check_arguments(args)
         self._numerics.check(args, model)
         saves = args.save_strategy != "no"
         if saves and (args.save_only_model or self.checkpoint_options.save_hf):

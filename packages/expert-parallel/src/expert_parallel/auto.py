@@ -25,7 +25,8 @@ class _Sharded:
                 whatever the checkpoint's config names; `"deepgemm_megamoe"` stands for the
                 `ep_implementation` of that name; any other name computes them by transformers' own
                 implementation of that name.
-                `experts_recompute`, `experts_backend`, `ep_options` and `fused_operators` are those of `parallelize`.
+                `experts_recompute`, `experts_backend`, `ep_options` and `fused_operators` are those
+                of `parallelize`.
 
         Raises:
             ValueError: the config does not fit the model or the number of processes, or the files

@@ -49,7 +49,8 @@ def parallelize(
 
     Starts `torch.distributed` if nobody did. A built model must hold the same values on every
     rank (the same seed, or the same file); each keeps its part, on its own device, to which no
-    more than that part is moved. Parameters on the meta device stay there: `initialize` gives them values, or `load_state_dict` does.
+    more than that part is moved. Parameters on the meta device stay there: `initialize` gives
+    them values, or `load_state_dict` does.
 
     Args:
         model: any module; a transformers model brings its plans.

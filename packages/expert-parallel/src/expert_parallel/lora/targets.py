@@ -71,9 +71,9 @@ class Targets:
 
 
 def resolve_targets(model: PreTrainedModel, config: Any) -> Targets:
-    """What `config` asks for; its targets are translated in place as PEFT does.
+    """What `config` asks for.
 
-    Needs no memory for weights, and no communication.
+    Its targets are translated in place, as PEFT does. Needs no memory for weights, and no communication.
 
     Raises:
         ValueError: a setting that isn't supported; a target that matches nothing; experts that were
