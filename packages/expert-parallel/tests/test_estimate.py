@@ -112,6 +112,14 @@ def test_a_small_device_does_not_fit() -> None:
     assert run({}, device="b200").fits
 
 
+def test_stages_hand_on_what_they_compute_in() -> None:
+    sizes = {"pp_size": 2, "fsdp_size": 2, "fsdp_mixed_precision": True}
+    wide, narrow = (run(sizes, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    sent = [[t.sent_bytes for t in each.traffic if t.axis == "pp"] for each in (wide, narrow)]
+    assert sent[0] == sent[1]
+    assert sum(sent[0]) > 0
+
+
 def test_an_operation_takes_the_slowest_of_its_parts() -> None:
     device = replace(DEVICES["h100"], matmul_share=0.5, memory_share=0.5)
     bf16 = torch.bfloat16

@@ -51,7 +51,8 @@ def run_stages(model: nn.Module, tracker: Tracker, ids: Tensor) -> None:
             return loss
         return tuple(part.contiguous() for part in found)
 
-    dtype = next(model.parameters()).dtype
+    mixed = config.fsdp_mixed_precision and config.dp_size > 1
+    dtype = torch.bfloat16 if mixed else next(model.parameters()).dtype
     shape = (*ids.shape, hidden_size(model))
     boundary = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     steps = PipelineSteps(
