@@ -110,9 +110,9 @@ def train(
             while fault.kind == "hang":
                 time.sleep(1)
             if fault.kind == "kill in a save":
-                from ep_trainer.checkpoint import checkpointer
+                from ep_trainer.checkpoint import saving
 
-                checkpointer.flush = self.die
+                saving.flush = self.die
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.done += 1

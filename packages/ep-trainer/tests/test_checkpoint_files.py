@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,16 @@ from torch import Tensor
 
 from ep_testing import RankPool
 from ep_trainer.checkpoint import (
+    BoxSavePlanner,
     Checkpointer,
     CheckpointError,
     Contents,
     Manifest,
+    SafetensorsWriter,
     check_checkpoint,
     checkpoints,
     read_manifest,
 )
-from ep_trainer.checkpoint import checkpointer as module
 from ep_trainer.checkpoint.locking import sole_run
 from ep_trainer.checkpoint.manifest import MANIFEST, is_complete, rotate, tidy
 
@@ -218,20 +221,57 @@ def test_one_run_at_a_time_saves_in_a_directory(tmp_path: Path) -> None:
     worker.join()
 
 
+def test_a_save_in_the_background_holds_on_to_no_tensor(tmp_path: Path) -> None:
+    """What is made for a save alone, such as wide copies of moments in few bits, goes at once."""
+    saver, go_on = Checkpointer(), threading.Event()
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    contents = [Contents({"model": {"w": tensor}}, prepared=lambda _: wait_for(go_on))]
+    del tensor
+    saver.save(tmp_path / "checkpoint-1", contents.pop, manifest(1), in_background=True)
+    assert gone() is None
+    go_on.set()
+    saver.wait()
+    check_checkpoint(tmp_path / "checkpoint-1", values=True)
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_that_nobody_waits_for_is_over_before_another(tmp_path: Path, fails: bool) -> None:
+    """An error of training gives it up, but it is still running when training begins anew."""
+    saver, go_on = Checkpointer(), threading.Event()
+
+    def prepared(folder: Path) -> None:
+        wait_for(go_on)
+        if fails:
+            raise OSError("No space left on device")
+
+    for step, first in ((1, prepared), (2, None)):
+        contents = Contents({"model": state(step)}, prepared=first)
+        path = tmp_path / f"checkpoint-{step}"
+        saver.save(path, [contents].pop, manifest(step), in_background=True)
+        saver.wait(timeout=0 if step == 1 else None)
+        threading.Timer(0.2, go_on.set).start()
+    assert [step for step, _ in checkpoints(tmp_path)] == ([2] if fails else [2, 1])
+
+
 # -- two ranks
 
 
 def fails_in_background(rank: int, folder: str) -> list[str]:
     saver, run = Checkpointer(), Path(folder)
     write(run, 1, saver)
-    original, said = module.SafetensorsWriter.write_data, []
+    original, said = SafetensorsWriter.write_data, []
 
     def full(self: Any, *args: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return original(self, *args)
 
-    module.SafetensorsWriter.write_data = full  # type: ignore[method-assign, assignment]
+    SafetensorsWriter.write_data = full  # type: ignore[method-assign, assignment]
     try:
         path = run / "checkpoint-2"
         with saver.preparing(path):
@@ -242,7 +282,7 @@ def fails_in_background(rank: int, folder: str) -> list[str]:
             pass
         said.append(str(caught.value))
     finally:
-        module.SafetensorsWriter.write_data = original  # type: ignore[method-assign]
+        SafetensorsWriter.write_data = original  # type: ignore[method-assign]
     write(run, 3, saver)
     return said
 
@@ -261,7 +301,7 @@ def test_a_failed_write_is_raised_on_all_ranks_by_the_next_save(
 def saved_while_training(rank: int, folder: str) -> dict[str, list[Any]]:
     """Save in the background again and again; tell how many plans were made by each save."""
     saver, run = Checkpointer(), Path(folder)
-    plans, made, places = [], module.BoxSavePlanner.create_global_plan, set()
+    plans, made, places = [], BoxSavePlanner.create_global_plan, set()
 
     def counted(self: Any, all_plans: Any) -> Any:
         plans[-1] += 1
@@ -279,7 +319,7 @@ def saved_while_training(rank: int, folder: str) -> dict[str, list[Any]]:
         places.add(tuple(each.data_ptr() for each in buffers.values()))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.BoxSavePlanner, "create_global_plan", counted)
+        patch.setattr(BoxSavePlanner, "create_global_plan", counted)
         for step in (1, 2, 3):
             save(step)
         kept = len(places)
@@ -309,7 +349,7 @@ def _fail_on_rank_1(saver: Checkpointer, path: Path, rank: int, *, staging: bool
             def full(self: Any, plan: Any) -> None:
                 raise RuntimeError("no memory here")
 
-            patch.setattr(module.BoxSavePlanner, "stage", full)
+            patch.setattr(BoxSavePlanner, "stage", full)
         saver.save(path, collected, manifest(7), in_background=True)
         saver.wait()
 

@@ -15,86 +15,34 @@ all.
 
 from __future__ import annotations
 
-import shutil
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ep_plans.safetensors_file import flush
+from ep_mesh.world import own_rank, world_size
 from ep_trainer.checkpoint.background import Background
-from ep_trainer.checkpoint.errors import CheckpointError, collect, exchange, settle
-from ep_trainer.checkpoint.files import read_json, save_object, write_json
+from ep_trainer.checkpoint.errors import CheckpointError, exchange
 from ep_trainer.checkpoint.manifest import (
     Manifest,
     check_checkpoint,
     checkpoints,
-    put_in_place,
     saving_folder,
     section,
-    small_files,
     tidy,
-    write_manifest,
 )
 from ep_trainer.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, form_of
-from ep_trainer.checkpoint.storage import SafetensorsReader, SafetensorsWriter
-
-OPTIMIZER = "optimizer.json"
-
-
-@dataclass
-class Contents:
-    """What this rank puts into a checkpoint.
-
-    Attributes:
-        sections: tensors by section and name; those that this rank holds a part of.
-        told: what the first rank should know too (`gathered` gets it), of any kind.
-        prepared: on the first rank: writes small files into the new directory, before any other.
-        gathered: on the first rank, given what each rank told: writes small files.
-        own_file: name and content of this rank's own small file, written by `torch.save`.
-        expected: names that some rank must hold, by section: where ranks hold different ones.
-
-    What is told and written is used later, while training goes on: none of it may change.
-    """
-
-    sections: Mapping[str, Mapping[str, Tensor]]
-    told: Any = None
-    prepared: Callable[[Path], None] | None = None
-    gathered: Callable[[Path, list[Any]], None] | None = None
-    own_file: tuple[str, Any] | None = None
-    expected: Mapping[str, Collection[str]] = field(default_factory=dict)
-
-
-@dataclass
-class _Section:
-    planner: BoxSavePlanner
-    plan: SavePlan
-    metadata: Metadata
-
+from ep_trainer.checkpoint.saving import Contents, Save, Section, make_folder
+from ep_trainer.checkpoint.storage import SafetensorsReader
 
 _Forms = Mapping[str, Mapping[str, tuple[Any, ...]]]
 """By section and name."""
-
-
-@dataclass
-class _Job:
-    folder: Path
-    sections: Mapping[str, _Section]
-    manifest: Manifest
-    contents: Contents
-    then: Callable[[], None] | None
-    make_folder: bool
-    error: BaseException | None = None
-    done: threading.Event | None = None
 
 
 class Checkpointer:
@@ -107,14 +55,14 @@ class Checkpointer:
     def __init__(self) -> None:
         self._talk, self._commits = _groups()
         self._background = Background()
-        self._job: _Job | None = None
+        self._job: Save | None = None
         self._prepared: Path | None = None
-        self._known: tuple[_Forms, Mapping[str, _Section]] | None = None
+        self._known: tuple[_Forms, Mapping[str, Section]] | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes what is there once."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return own_rank() == 0
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -136,7 +84,7 @@ class Checkpointer:
         new = saving_folder(folder)
         with self.together(f"Preparing {folder}"):
             if self.is_first:
-                _make_folder(new)
+                make_folder(new)
         with self.together(f"Writing into {new}"):
             yield new
         self._prepared = folder
@@ -181,43 +129,50 @@ class Checkpointer:
             error = caught
         known = self._known is not None and self._known[0] == forms and error is None
         answer = _Agreement(known, self._talk)
-        job = _Job(folder, {}, manifest, contents, then, make_folder=self._prepared != folder)
+        job = Save(folder, manifest, contents, then, make_folder=self._prepared != folder)
         self._prepared = None
         if known and in_background:
-            self._renewed(job)
-            self._stage(job)
+            assert self._known is not None
+            job.take(self._known[1])
+            job.stage()
         if not answer.all_say_so():
             self._known = None  # its memory goes before that of another
             job.sections, job.error = {}, None
-            sections = self._planned(folder, contents, error)
-            self._known = forms, sections
+            self._known = forms, self._planned(folder, contents, error)
+        assert self._known is not None
         if not job.sections:
-            self._renewed(job)
+            job.take(self._known[1])
             if in_background:
-                self._stage(job)
+                job.stage()
         if not in_background:
             for each in job.sections.values():
                 each.planner.free()
-            self._run(job)
+            job.run(self._commits)
             if job.error is not None:
                 raise job.error
             return
+        job.let_go()
         self._job = job
-        job.done = self._background.run(lambda: self._run(job))
+        job.done = self._background.run(lambda: job.run(self._commits))
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the save in the background; every rank must call.
 
+        Args:
+            timeout: seconds, after which its error is given up. It may still run: the next call waits on,
+                since a save beside it would mix their collectives.
+
         Raises:
             CheckpointError: it failed, on this rank or another.
         """
-        job, self._job = self._job, None
+        job = self._job
         if job is None or job.done is None:
             return
         if not job.done.wait(timeout):
-            self._known = None  # its memory is still being written from
-            self._background = Background()  # and its thread is taken
-        if job.error is not None:
+            job.is_given_up = True
+            return
+        self._job = None
+        if job.error is not None and not job.is_given_up:
             raise job.error
 
     def join(self, timeout: float) -> None:
@@ -236,25 +191,10 @@ class Checkpointer:
             error = caught
         exchange(None, error, what, self._talk)
 
-    def _renewed(self, job: _Job) -> None:
-        """Give a job the plan that is known, with its tensors."""
-        assert self._known is not None
-        job.sections = self._known[1]
-        for name, each in job.sections.items():
-            each.planner.renew(job.contents.sections[name])
-
-    @staticmethod
-    def _stage(job: _Job) -> None:
-        """Copy what this rank writes; an error is raised by all ranks after the job has run."""
-        try:
-            for each in job.sections.values():
-                each.planner.stage(each.plan)
-        except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
-            job.error = caught
-
     def _planned(
         self, folder: Path, contents: Contents, error: Exception | None
-    ) -> dict[str, _Section]:
+    ) -> dict[str, Section]:
+        """What this rank writes of each section, by a plan that all make of what each holds."""
         planners: dict[str, BoxSavePlanner] = {}
         plans: dict[str, SavePlan] = {}
         try:
@@ -265,7 +205,6 @@ class Checkpointer:
         except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
             error = error or caught
         said = exchange(plans, error, f"Planning {folder}", self._talk)
-        rank = dist.get_rank() if dist.is_initialized() else 0
         sections = {}
         for name, planner in planners.items():
             # The same on all ranks, so a problem is raised on all.
@@ -277,79 +216,8 @@ class Checkpointer:
                     + (f" and {len(missing) - 1} more tensors" if len(missing) > 1 else "")
                     + " of the model are on no rank, so the checkpoint would not be whole."
                 )
-            sections[name] = _Section(planner, kept[rank], metadata)
+            sections[name] = Section(planner, kept[own_rank()], metadata)
         return sections
-
-    def _run(self, job: _Job) -> None:
-        """Write and commit. Whatever happens, every rank makes the same collectives."""
-        what = f"Writing {job.folder}"
-        new = saving_folder(job.folder)
-        error, job.error = job.error, None
-        try:
-            try:
-                if self.is_first and error is None:
-                    error = _caught(self._prepare, job)
-                exchange(None, error, what, self._commits)
-                results: dict[str, Any] = {}
-                error = _caught(self._write, job, results)
-                firsts = _caught(self._commit, job, results, error)
-                settle(error, firsts, self._commits)
-            finally:
-                if self.is_first and new.exists():
-                    shutil.rmtree(new, ignore_errors=True)
-            if self.is_first and job.then is not None:
-                job.then()
-        except BaseException as caught:  # noqa: BLE001 (raised by the next call)
-            job.error = caught
-        finally:
-            for each in job.sections.values():
-                each.planner.renew({})  # which holds on to no tensor until the next save
-
-    def _prepare(self, job: _Job) -> None:
-        new = saving_folder(job.folder)
-        if job.make_folder:
-            _make_folder(new)
-        if job.contents.prepared is not None:
-            job.contents.prepared(new)
-
-    def _write(self, job: _Job, results: dict[str, Any]) -> None:
-        folder = saving_folder(job.folder)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for name, each in job.sections.items():
-            path = section(folder, name)
-            path.mkdir(parents=True, exist_ok=True)
-            writer = SafetensorsWriter(path, rank)
-            results[name] = writer.write_data(each.plan, each.planner).value()
-            flush(path)
-        if job.contents.own_file is not None:
-            name, content = job.contents.own_file
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_object(path, content)
-            flush(path)
-
-    def _commit(self, job: _Job, results: Any, error: BaseException | None) -> None:
-        folder = saving_folder(job.folder)
-        own = None if job.contents.own_file is None else job.contents.own_file[0]
-        mine = results, job.contents.told, own
-        said = collect(mine, error, f"Writing {job.folder}", self._commits)
-        if not self.is_first:
-            return
-        for rank, (_, _, file) in enumerate(said):
-            if file is not None and not (folder / file).is_file():
-                raise CheckpointError(_not_seen(rank, folder / file))
-        for name, each in job.sections.items():
-            writer = SafetensorsWriter(section(folder, name))
-            writer.finish(each.metadata, [results[name] for results, _, _ in said])
-            for rank, (written, _, _) in enumerate(said):
-                for file in {one.storage_data.file for one in written[name]}:
-                    if not (writer.path / file).is_file():
-                        raise CheckpointError(_not_seen(rank, writer.path / file))
-        if job.contents.gathered is not None:
-            job.contents.gathered(folder, [told for _, told, _ in said])
-        files = small_files(folder)
-        write_manifest(folder, _with_files(job.manifest, job.sections, files))
-        put_in_place(job.folder)
 
     # -- loading
 
@@ -359,12 +227,9 @@ class Checkpointer:
         Raises:
             CheckpointError: names the file and the key; nothing has been changed.
         """
-        rank, size = 0, 1
-        if dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
         manifest: Manifest | None = None
         with self.together(f"Checking {folder}"):
-            manifest = check_checkpoint(folder, values=values, part=rank, parts=size)
+            manifest = check_checkpoint(folder, values=values, part=own_rank(), parts=world_size())
         assert manifest is not None
         said = exchange((str(folder), manifest), None, "", self._talk)
         for other, (place, theirs) in enumerate(said):
@@ -437,53 +302,6 @@ class Checkpointer:
                 reader.read_data(plan, planner)
 
 
-def read_optimizer(folder: Path) -> Mapping[str, Any]:
-    """The description of the optimizer in a checkpoint."""
-    found: Mapping[str, Any] = read_json(folder / OPTIMIZER)
-    return found
-
-
-def write_optimizer(folder: Path, described: Mapping[str, Any]) -> None:
-    """Write it."""
-    write_json(folder / OPTIMIZER, described)
-
-
-def _with_files(
-    manifest: Manifest, sections: Mapping[str, Any], files: Mapping[str, tuple[int, int]]
-) -> Manifest:
-    return Manifest(
-        step=manifest.step,
-        layout=manifest.layout,
-        world_size=manifest.world_size,
-        sections=tuple(sections),
-        files=files,
-        versions=manifest.versions,
-    )
-
-
-def _not_seen(rank: int, path: Path) -> str:
-    return (
-        f"rank {rank} has written {path.name}, but rank 0 does not see {path}: all ranks must see one "
-        "file system, and the same output_dir (an absolute path, if their working directories differ)."
-    )
-
-
-def _make_folder(new: Path) -> None:
-    """An empty directory; what killed runs left beside it goes."""
-    new.parent.mkdir(parents=True, exist_ok=True)
-    tidy(new.parent)
-    new.mkdir()
-
-
-def _caught(call: Callable[..., None], *args: Any) -> Exception | None:
-    """What a call raises."""
-    try:
-        call(*args)
-    except Exception as caught:  # noqa: BLE001 (raised after all ranks know)
-        return caught
-    return None
-
-
 class _Agreement:
     """Whether all ranks say so: asked when it is made, heard later."""
 
@@ -499,24 +317,18 @@ class _Agreement:
         return bool(self._word.item())
 
 
+_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 # Per default group, so that further trainers of a program make none.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]]
-_known = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 
 
 def _groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None:
         return None, None
-    if world not in _known:
-        _known[world] = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-    return _known[world]
+    if world not in _made:
+        _made[world] = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    return _made[world]
 
 
-__all__ = [
-    "CheckpointError",
-    "Checkpointer",
-    "Contents",
-    "read_optimizer",
-    "write_optimizer",
-]
+__all__ = ["CheckpointError", "Checkpointer", "Contents"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 from ep_plans import parallel_state
 from ep_plans.shards import placed_like
 from ep_trainer.checkpoint.errors import CheckpointError
+from ep_trainer.checkpoint.files import read_json, write_json
 from ep_trainer.low_bit import narrowed, widened
 
+_OPTIMIZER = "optimizer.json"
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed: the resuming run's own hold."""
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "lrs")
@@ -234,6 +237,21 @@ def merged_descriptions(described: Iterable[Mapping[str, Any]]) -> dict[str, Any
         for group in each["groups"]:
             options |= dict.fromkeys(group["names"], group["options"])
     return {"keys": keys, "groups": _grouped(options)}
+
+
+def read_optimizer(folder: Path) -> Mapping[str, Any]:
+    """The description of the optimizer in a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    found: Mapping[str, Any] = read_json(folder / _OPTIMIZER)
+    return found
+
+
+def write_optimizer(folder: Path, described: Mapping[str, Any]) -> None:
+    """Write what `merged_descriptions` gave."""
+    write_json(folder / _OPTIMIZER, described)
 
 
 def _grouped(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

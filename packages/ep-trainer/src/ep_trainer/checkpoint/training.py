@@ -22,13 +22,7 @@ from transformers import TrainerCallback, TrainerControl
 from ep_mesh import Layout, ParallelMesh
 from ep_trainer import _compat
 from ep_trainer._compat import HookedTrainer
-from ep_trainer.checkpoint.checkpointer import (
-    OPTIMIZER,
-    Checkpointer,
-    Contents,
-    read_optimizer,
-    write_optimizer,
-)
+from ep_trainer.checkpoint.checkpointer import Checkpointer, Contents
 from ep_trainer.checkpoint.errors import CheckpointError
 from ep_trainer.checkpoint.files import read_json, save_object, write_json
 from ep_trainer.checkpoint.locking import sole_run
@@ -43,8 +37,10 @@ from ep_trainer.checkpoint.state import (
     model_tensors,
     optimizer_state,
     optimizer_targets,
+    read_optimizer,
     scheduler_state,
     tensor_names,
+    write_optimizer,
 )
 from ep_trainer.data import len_of
 
@@ -554,4 +550,4 @@ def _names_of(tensors: Mapping[str, Tensor]) -> dict[int, str]:
     return {id(tensor): name for name, tensor in tensors.items()}
 
 
-__all__ = ["OPTIMIZER", "Checkpointed", "CheckpointingTrainer"]
+__all__ = ["Checkpointed", "CheckpointingTrainer"]
