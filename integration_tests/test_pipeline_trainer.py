@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import pytest
-from test_trainer import AUXILIARY, GLOBAL_BATCH, check_same, on_rank, one_process
+import transformers
+from test_trainer import (
+    AUXILIARY,
+    GLOBAL_BATCH,
+    Sentences,
+    arguments,
+    build,
+    check_same,
+    on_rank,
+    one_process,
+)
 
+from ep_mesh import DistributedConfig
 from ep_testing import RankPool
+from ep_trainer import EPTrainer
+from expert_parallel import parallelize
 
 FEW = {"max_steps": 4, "gradient_accumulation_steps": 2}
 MODEL = {"num_hidden_layers": 4}
@@ -120,3 +134,28 @@ def test_auxiliary_loss_is_that_of_the_batch_where_all_forwards_come_first(ranks
     sizes = {"pp_size": 2, "fsdp_size": 2, "ep_size": 2, "pp_schedule": "gpipe"}
     for found in ranks.run(on_rank, sizes, MODEL | AUXILIARY, FEW, world=4, timeout=240):
         check_same(found, expected)
+
+
+SHORT = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 1}
+
+
+def short_epoch(rank: int | None) -> list[tuple[float, float, int]]:
+    """Loss, norm and tokens of a batch of eight samples and one of a single one."""
+    model, data = build(**MODEL), Sentences(GLOBAL_BATCH + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, GLOBAL_BATCH, use_cpu=True, **SHORT)
+        if rank is None:
+            trainer = transformers.Trainer(model, args, train_dataset=data)
+        else:
+            layout = DistributedConfig(pp_size=2)
+            trainer = EPTrainer(parallelize(model, layout), args, train_dataset=data)
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(log["loss"], log["grad_norm"], log["num_input_tokens_seen"]) for log in logs]
+
+
+def test_a_last_batch_that_is_not_divisible_is_filled_up(ranks: RankPool) -> None:
+    expected = short_epoch(None)
+    for found in ranks.run(short_epoch, world=2):
+        for log, other in zip(found, expected, strict=True):
+            assert log == pytest.approx(other, rel=1e-4)

@@ -210,6 +210,18 @@ def test_the_last_batch_counts_no_sample_twice(ranks: RankPool, tmp_path: Any) -
     assert found == pytest.approx([model] * 4, rel=1e-5)
 
 
+def losses_of_both(rank: int, folder: str) -> list[float]:
+    trainer = EPTrainer(sharded({"tp_size": 2, "ep_size": 2}), arguments(folder), pad)
+    return [trainer.evaluate(data)["eval_loss"] for data in (Rows(3), Stream(3))]
+
+
+def test_the_last_batch_of_a_stream_weighs_as_many_samples_as_it_has(
+    ranks: RankPool, tmp_path: Any
+) -> None:
+    for rows, stream in ranks.run(losses_of_both, str(tmp_path), world=2):
+        assert stream == pytest.approx(rows, rel=1e-6)
+
+
 def local_losses(rank: int) -> float:
     model = sharded({"tp_size": 1}).eval()
     data = Rows(3, (3, 6))
@@ -219,6 +231,22 @@ def local_losses(rank: int) -> float:
 
 
 # -- losses and gradients
+
+
+def mean_losses(rank: int, folder: str) -> list[float]:
+    means = []
+    for every in (1, 2):  # of three steps
+        args = arguments(folder, logging_steps=every)
+        means.append(EPTrainer(sharded(), args, pad, Rows(16, (3, 6, 4))).train().training_loss)
+    return means
+
+
+def test_the_mean_loss_counts_all_shards_also_since_the_last_log(
+    ranks: RankPool, tmp_path: Any
+) -> None:
+    found = ranks.run(mean_losses, str(tmp_path), world=4)
+    for each, rarely in found:
+        assert [each, rarely] == pytest.approx([found[0][0]] * 2, rel=1e-6)
 
 
 def train_with_nan(rank: int, folder: str) -> list[float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -31,7 +32,12 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss as causal_lm_loss
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother, LengthGroupedSampler
+from transformers.trainer_pt_utils import (
+    BatchRebalanceSampler,
+    LabelSmoother,
+    LengthGroupedSampler,
+    find_batch_size,
+)
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -290,6 +296,9 @@ class HookedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if not self.is_sharded:
             return super()._finalize_training(*args, **kwargs)
         self.finish_saves()
+        # What was logged is the mean over ranks; transformers adds what this rank has had since then.
+        dist.all_reduce(self._tr_loss)
+        self._tr_loss /= dist.get_world_size()
         limit = self.args.save_total_limit
         if not self.writes_shards or limit != 1:
             return super()._finalize_training(*args, **kwargs)
@@ -555,6 +564,7 @@ __all__ = [
     "causal_lm_loss",
     "checkpoint_selectively",
     "count_gathered_once",
+    "find_batch_size",
     "generators",
     "in_backward",
     "is_traceable_wrapper_subclass",

@@ -36,6 +36,8 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
     mesh: ParallelMesh
     seed: int
+    rows_of_stream: int | None = None
+    """Rows of this batch of a stream that isn't split, which tells the end by a batch of fewer rows."""
 
     @classmethod
     def over(cls, accelerator: Accelerator, mesh: ParallelMesh, seed: int) -> LayoutAccelerator:
@@ -183,9 +185,8 @@ class LayoutAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             rows = [row for part in parts for row in part]
             return rows[: self.rows_in_step]
         rows = self.gather(input_data)
-        if self.rows_in_step is None:
-            return rows
-        return recursively_apply(lambda tensor: tensor[: self.rows_in_step], rows)
+        real = self.rows_of_stream if self.rows_in_step is None else self.rows_in_step
+        return rows if real is None else recursively_apply(lambda tensor: tensor[:real], rows)
 
     @property
     def rows_in_step(self) -> int | None:

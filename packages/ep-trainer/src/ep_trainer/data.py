@@ -35,7 +35,7 @@ def count_labels(batches: Sequence[Batch], *, shifted: bool) -> Tensor | None:
     return torch.stack(counts).sum()
 
 
-def without_fillers(batch: Batch, real: int) -> Batch:
+def without_fillers(batch: Batch, real: int) -> dict[str, Any]:
     """The batch with the labels of all rows from `real` on ignored.
 
     Loaders repeat samples to give every data shard a full last batch. The ranks must run those
@@ -48,6 +48,25 @@ def without_fillers(batch: Batch, real: int) -> Batch:
             masked[name] = labels.clone()
             masked[name][real:] = IGNORED
     return masked
+
+
+def filled_up(batch: Batch, rows: int, real: int) -> dict[str, Any]:
+    """The batch with its rows again and again until there are `rows`; only the first `real` have labels.
+
+    What holds no row each (`[1, ...]`, numbers) stays as it is. Positions of several kinds are [kinds, B, L].
+    """
+    held = batch["labels"].shape[0]
+    again = torch.arange(rows) % held
+
+    def repeated(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+        return (
+            value.index_select(dim, again.to(value.device)) if value.shape[dim] == held else value
+        )
+
+    return without_fillers({name: repeated(name, value) for name, value in batch.items()}, real)
 
 
 def len_of(loader: Any) -> int | None:

@@ -39,6 +39,7 @@ from ep_trainer.chunked_loss import chunk_loss
 from ep_trainer.data import (
     check_shared,
     count_labels,
+    filled_up,
     first_sequences,
     len_of,
     sequence_starts,
@@ -237,6 +238,8 @@ class EPTrainer(CheckpointingTrainer):
             if batch is None:
                 break
             batch, real_rows = self._global_rows(batch, self.args.per_device_train_batch_size)
+            if self.layout.pp > 1 and self._counts_items(batch):
+                batch, real_rows = self._cuttable(batch, real_rows)
             self._real_rows_of[id(batch)] = real_rows
             batches.append(batch)
         self.count_samples(len(batches))
@@ -259,6 +262,15 @@ class EPTrainer(CheckpointingTrainer):
             return batch, None if real else (0, 1)
         real = min(max(rows - self.accelerator.data_shard * held, 0), held)
         return without_fillers(batch, real), (real, held)
+
+    def _cuttable(self, batch: Any, real_rows: RealRows) -> tuple[Any, RealRows]:
+        """A last batch of fewer rows filled up, as others are cut into micro-batches; how many rows are real."""
+        shards = self.layout.data_parallel_size if self.accelerator.split_batches else 1
+        held, whole = batch["labels"].shape[0], _compat.train_batch_size(self) // shards
+        if held >= whole or sequence_starts(batch):
+            return batch, real_rows
+        real = held if real_rows is None else real_rows[0]
+        return filled_up(batch, whole, real), (real, whole)
 
     def _counts_items(self, batch: Any) -> bool:
         normalizes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -450,6 +462,10 @@ class EPTrainer(CheckpointingTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return, unused-ignore]
         counted = self._counts_items(inputs) and self.args.average_tokens_across_devices
         samples = self.args.per_device_eval_batch_size
+        # A loss is gathered as often as a full batch has rows.
+        loader = self.accelerator.gradient_state.active_dataloader
+        unsplit = len_of(loader) is None and self.layout.data_parallel_size == 1
+        self.accelerator.rows_of_stream = _compat.find_batch_size(inputs) if unsplit else None
         inputs, self._real_rows = self._global_rows(inputs, samples)
         loss, logits, labels = super().prediction_step(
             model, inputs, prediction_loss_only, ignore_keys
