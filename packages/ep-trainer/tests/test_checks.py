@@ -23,6 +23,8 @@ def arguments(**changes: Any) -> TrainingArguments:
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"accelerator_config": {"even_batches": False}}, "even_batches"),
         ({"optim": "adafactor"}, "adamw_torch"),
+        ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
+        ({"gradient_accumulation_steps": -1}, "gradient_accumulation_steps=-1"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

@@ -65,11 +65,13 @@ def test_too_little_data():
         ),
         ("data.jsonl", "{", "line 1: expected a JSON object"),
         ("data.jsonl", "[1]", "line 1: expected a JSON object"),
+        ("data.jsonl", '{"text": null}', "line 1: expected a text as 'text', got None"),
+        ("data.txt", "\ud8ff", r"data\.txt is no UTF-8 text"),
     ],
 )
 def test_what_cannot_be_read(tmp_path, tokenizer, name, content, expected):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, errors="surrogatepass")
     with pytest.raises(ValueError, match=expected):
         token_ids(text_files([str(tmp_path / name)]), tokenizer)
 

@@ -122,19 +122,47 @@ def test_a_job_that_resumes_saves_what_it_needs(model, text, tmp_path):
         ({"sequence_length": 100_000}, "less than one sequence"),
         ({"data": "missing.txt"}, "no file or folder missing.txt"),
         ({"model": "qwen3-mo"}, "Did you mean qwen3_moe"),
+        ({"model": 5}, "model must be a text, got 5"),
+        ({"data": [5]}, "data must be a list of texts, got [5]"),
+        ({"resume": "no"}, "resume must be true or false, got 'no'"),
+        ({"restarts": True, "resume": True}, "restarts must be a whole number, got True"),
+        ({"training": {"max_steps": "ten"}}, "training.max_steps must be a whole number"),
+        ({"training": {"bf16": "no"}}, "training.bf16 must be true or false"),
+        ({"training": {"use_cpu": True}}, "training.use_cpu"),
+        ({"training": {"per_device_train_batch_size": 0}}, "per_device_train_batch_size=0"),
+        ({"training": {"optim": "adafactor"}}, "optim='adafactor'"),
+        ({"tokenizer": "no/where/at/all"}, "the tokenizer no/where/at/all can't be loaded"),
+        ({"output": "FOLDER/job.json"}, "job.json can't be written to"),
+        ({"output": "MODEL"}, "is the folder of the model"),
     ],
 )
 def test_what_does_not_fit_is_one_line_before_any_rank_starts(
     started, model, text, tmp_path, changes, expected
 ):
     values = {"model": str(model), "data": str(text), "output": str(tmp_path / "out")}
-    (tmp_path / "job.json").write_text(json.dumps({**values, "sequence_length": 16, **changes}))
+    job = json.dumps({**values, "sequence_length": 16, **changes})
+    job = job.replace("FOLDER", str(tmp_path)).replace("MODEL", str(model))
+    (tmp_path / "job.json").write_text(job)
     code, output = ep("train", tmp_path / "job.json")
     assert code == 1
     last = output.splitlines()[-1]
     assert last.startswith("error: ")
     assert expected in last
     assert not started
+
+
+def test_a_flag_of_zero_is_not_left_out(started, model, text, tmp_path):
+    arguments = ("--model", model, "--data", text, "--output", tmp_path)
+    code, output = ep("train", *arguments, "--sequence-length", 0)
+    assert code == 1
+    assert "sequence_length must be" in output
+
+
+def test_a_job_file_that_is_no_text(tmp_path):
+    (tmp_path / "job.yaml").write_bytes(b"\xff\xfe")
+    code, output = ep("train", tmp_path / "job.yaml")
+    assert code == 1
+    assert "job.yaml can't be read as YAML" in output
 
 
 def test_processes_must_be_the_layout_s(started, model, text, tmp_path):

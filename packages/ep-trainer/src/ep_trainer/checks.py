@@ -75,6 +75,11 @@ def check_saves(model: nn.Module) -> None:
 
 def _problems(args: TrainingArguments) -> Iterator[str]:
     loader: Any = args.accelerator_config
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if getattr(args, name) < 1:
+            yield f"{name}={getattr(args, name)}: the samples of a data shard, 1 or more"
+    if args.gradient_accumulation_steps < 1:
+        yield f"gradient_accumulation_steps={args.gradient_accumulation_steps}: 1 (none) or more"
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name):
             yield f"{name}: the model is sharded already, as its DistributedConfig says; leave it out"

@@ -41,21 +41,28 @@ def texts(file: Path, key: str) -> Iterator[str]:
     """The documents of a file: a text file is one, each line of a `.jsonl` is one.
 
     Raises:
-        ValueError: a line is no JSON object with `key`.
+        ValueError: it is no UTF-8, or a line is no JSON object with a text under `key`.
     """
-    if file.suffix != ".jsonl":
-        yield file.read_text(encoding="utf-8")
-        return
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield str(json.loads(line)[key])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{file}, line {number}: expected a JSON object with {key!r}."
-                ) from error
+    try:
+        if file.suffix != ".jsonl":
+            yield file.read_text(encoding="utf-8-sig")
+            return
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _text_of(line, key, f"{file}, line {number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}.") from error
+
+
+def _text_of(line: str, key: str, where: str) -> str:
+    try:
+        text = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: expected a JSON object with {key!r}.") from error
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: expected a text as {key!r}, got {text!s:.80}.")
+    return text
 
 
 def token_ids(files: Sequence[Path], tokenizer: Any, key: str = "text") -> Tensor:

@@ -33,7 +33,10 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
     Raises:
         ValueError: there is none: transformers then makes one that knows no word.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, **settings)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **settings)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer {name} can't be loaded: {error}") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"there is no tokenizer in {name}: pass --tokenizer with a folder or name."

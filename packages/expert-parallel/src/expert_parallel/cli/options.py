@@ -96,10 +96,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path} can't be read as {'JSON' if path.suffix == '.json' else 'YAML'}: {error}"
         ) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -15,6 +17,7 @@ from torch import nn
 from transformers import TrainingArguments, default_data_collator
 
 from ep_mesh import DistributedConfig
+from ep_trainer.checks import check_arguments
 from expert_parallel.cli import options
 from expert_parallel.cli.console import console, tells_errors
 from expert_parallel.cli.data import Blocks, load_ids, save_ids, text_files, token_ids
@@ -30,6 +33,11 @@ _DEFAULTS = {
     "save_only_model": True,
     "report_to": "none",
     "log_level_replica": "error",
+}
+_OURS = {
+    "output_dir": "give output, the folder of the whole job",
+    "use_cpu": "the ranks use what devices there are",
+    "disable_tqdm": "the progress is shown by ep train itself",
 }
 _RESUMING = {"save_strategy": "steps", "save_only_model": False}
 
@@ -75,20 +83,26 @@ class TrainJob:
                 raise ValueError(f"{name} is missing: give --{name}, or {name}: ... in the file.")
         self.data = _as_list(self.data)
         self.eval_data = _as_list(self.eval_data)
-        length: object = self.sequence_length
-        if not isinstance(length, int) or length < 2:
-            raise ValueError(f"sequence_length must be a whole number >= 2, got {length!r}.")
-        restarts: object = self.restarts
-        if not isinstance(restarts, int) or restarts < 0:
-            raise ValueError(f"restarts must be a whole number >= 0, got {restarts!r}.")
-        if restarts and not self.resume:
+        for name, kind in get_type_hints(type(self)).items():
+            setattr(self, name, _as_kind(kind, getattr(self, name), name))
+        if self.sequence_length < 2:
+            raise ValueError(
+                f"sequence_length must be a whole number >= 2, got {self.sequence_length}."
+            )
+        if self.restarts < 0:
+            raise ValueError(f"restarts must be a whole number >= 0, got {self.restarts}.")
+        if self.restarts and not self.resume:
             raise ValueError(
                 "restarts would begin anew each time: give --resume (resume: true) too."
             )
         _check_known(self.training, TrainingArguments, "training")
-        if "output_dir" in self.training:
-            raise ValueError("training.output_dir: give output, the folder of the whole job.")
-        self.training = _numbers(self.training)
+        for name in _OURS.keys() & self.training.keys():
+            raise ValueError(f"training.{name}: {_OURS[name]}.")
+        kinds = get_type_hints(TrainingArguments)
+        self.training = {
+            name: _as_kind(kinds[name], value, f"training.{name}")
+            for name, value in self.training.items()
+        }
         torch_dtype(self.dtype)
 
     @classmethod
@@ -131,8 +145,8 @@ def torch_dtype(name: str) -> torch.dtype | str:
     raise ValueError(f"dtype must be auto, bfloat16, float32 or another of torch's, got {name!r}.")
 
 
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value or []
 
 
 def _check_known(values: dict[str, Any], kind: type[Any], where: str) -> None:
@@ -144,18 +158,40 @@ def _check_known(values: dict[str, Any], kind: type[Any], where: str) -> None:
             raise ValueError(f"{where} has no field {key!r}{hint}")
 
 
-def _numbers(training: dict[str, Any]) -> dict[str, Any]:
-    """Numbers where the field is one: YAML reads 1e-4 as a text."""
-    defaults = {each.name: each.default for each in dataclasses.fields(TrainingArguments)}
-    converted = dict(training)
-    for name, value in training.items():
-        default = defaults[name]
-        if isinstance(value, str) and isinstance(default, float):
-            try:
-                converted[name] = float(value)
-            except ValueError:
-                raise ValueError(f"training.{name} must be a number, got {value!r}.") from None
-    return converted
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list[str]: "a list of texts",
+    dict[str, Any]: "names and values",
+}
+
+
+def _as_kind(kind: Any, value: Any, name: str) -> Any:
+    """A value of a field of that kind: numbers may be texts, as YAML reads 1e-4. Other kinds are not looked at.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    kinds = set(get_args(kind)) if get_origin(kind) in (Union, UnionType) else {kind}
+    kind = next(iter(kinds - {NoneType}))
+    if (value is None and NoneType in kinds) or len(kinds - {NoneType}) > 1 or kind not in _WORDS:
+        return value
+    if kind in (int, float) and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if kind == list[str]:
+        fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    elif kind is float:
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        fits = type(value) is (get_origin(kind) or kind)
+    if not fits:
+        raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r}.")
+    return value
 
 
 # -- on a rank
@@ -218,10 +254,31 @@ def check(job: TrainJob) -> nn.Module:
         ValueError: something does not fit.
     """
     text_files([*job.data, *job.eval_data])
-    job.arguments("cpu")
+    check_arguments(job.arguments("cpu"), job.config.layout)
     if not job.from_scratch:
         check_weights(job.model)
-    return check_plan(read_config(job.model), job.config)
+    model = check_plan(read_config(job.model), job.config)
+    _check_output(job)
+    return model
+
+
+def _check_output(job: TrainJob) -> None:
+    """Check that the trained model can be saved, which is done last.
+
+    Raises:
+        ValueError: it can't, or it would replace the one that the training starts from.
+    """
+    output, model = Path(job.output), Path(job.model)
+    if not job.from_scratch and model.is_dir() and output.resolve() == model.resolve():
+        raise ValueError(f"output {output} is the folder of the model: give another one.")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"output {output} can't be written to ({error.strerror}): give another folder."
+        ) from error
 
 
 def prepare(job: TrainJob, folder: Path) -> dict[str, Any]:
@@ -259,7 +316,8 @@ def _merged(file: Path | None, flags: dict[str, Any], sets: list[str]) -> TrainJ
         if not found:
             raise ValueError(f"--set takes name=value, got {text!r}.")
         values["training"][key] = options.value_of(value)
-    values.update({key: value for key, value in flags.items() if value})
+    given = {key: value for key, value in flags.items() if value is not None and value != []}
+    values.update({key: value for key, value in given.items() if value is not False})
     return TrainJob.from_dict(values)
 
 
