@@ -116,6 +116,9 @@ def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         read_manifest(folder)
     with pytest.raises(CheckpointError, match="no directory"):
         read_manifest(tmp_path / "nowhere")
+    held = write(tmp_path, 4)
+    with pytest.raises(CheckpointError, match=f"holds some: give one of {held}"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def check(folder: Path) -> None:
     reader = SafetensorsReader(folder)
     reader.check_files()
     reader.check_values()
+    reader.check_headers()
 
 
 def changed_index(folder: Path) -> Iterator[Any]:
@@ -205,6 +206,16 @@ def test_a_flipped_bit_is_found_in_every_tensor(written: Path) -> None:
             (written / FILE).write_bytes(broken)
             with pytest.raises(CheckpointError, match=rf"{FILE} is damaged: .* {index.fqn} "):
                 check(written)
+
+
+def test_a_changed_byte_is_found_everywhere_in_the_head_of_a_file(written: Path) -> None:
+    data = (written / FILE).read_bytes()
+    for at in range(min(chunk.begin for chunk in SafetensorsReader(written).chunks.values())):
+        broken = bytearray(data)
+        broken[at] ^= 1
+        (written / FILE).write_bytes(broken)
+        with pytest.raises(CheckpointError, match=rf"{FILE} is damaged: its head"):
+            check(written)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tensors": {"a": 1}, "files": {}}'])

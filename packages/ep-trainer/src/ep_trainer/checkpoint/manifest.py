@@ -69,6 +69,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no directory; give that of a checkpoint.")
     if not path.exists():
+        if held := [str(each) for _, each in checkpoints(folder)]:
+            raise CheckpointError(
+                f"{folder} is no checkpoint, it holds some: give one of {', '.join(held)}."
+            )
         raise CheckpointError(
             f"{path} is missing, so {folder} is no training checkpoint of a sharded model. A "
             "checkpoint of the model alone is loaded with from_pretrained(..., "

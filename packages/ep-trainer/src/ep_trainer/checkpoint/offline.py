@@ -84,8 +84,13 @@ class StoredTensors:
                 block(out, target).copy_(block(data, source))
 
 
-def verify(folder: Path, *, workers: int = 4) -> Manifest:
+def verify(folder: Path, *, workers: int = 4, heads: bool = True) -> Manifest:
     """Compare everything with what was written, a checksum per tensor and rank.
+
+    Args:
+        folder: of the checkpoint.
+        workers: threads that read.
+        heads: those of the files too, which other readers go by; ours does not.
 
     Raises:
         CheckpointError: names the file and the key.
@@ -100,6 +105,9 @@ def verify(folder: Path, *, workers: int = 4) -> Manifest:
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(check, range(workers)))
+    if heads:
+        for name in manifest.sections:
+            SafetensorsReader(section(folder, name)).check_headers()
     return manifest
 
 
@@ -119,7 +127,7 @@ def reshard(source: Path, target: Path, files: int) -> Manifest:
         raise ValueError(f"files={files}: give at least 1.")
     if target.exists():
         raise FileExistsError(f"{target} exists; give a new directory.")
-    manifest = verify(source)
+    manifest = verify(source, heads=False)  # they are written anew
     new = saving_folder(target)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

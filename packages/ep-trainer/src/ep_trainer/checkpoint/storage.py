@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,7 @@ class SafetensorsWriter(StorageWriter):
         self, name: str, items: Mapping[str, WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         shapes = {key: _shape(item) for key, item in items.items()}
-        offsets = {
-            key: {"saved_offsets": list(item.index.offset or ())} for key, item in items.items()
-        }
-        metadata = {
-            "format": "pt",
-            "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":")),
-        }
+        metadata = _file_metadata(item.index for item in items.values())
         results = []
         at = len(header(shapes, metadata))
         with FileWriter(self.path / name, shapes, metadata) as file:
@@ -281,6 +274,33 @@ class SafetensorsReader(StorageReader):
                     "that were written (their checksum differs)."
                 )
 
+    def check_headers(self) -> None:
+        """Compare the head of every file with the index; other readers go by it, this one does not.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        metadata = self.read_metadata()
+        held: dict[str, list[MetadataIndex]] = {name: [] for name in self.files}
+        for index, stored in self._chunks.items():
+            held[stored.file].append(index)
+        for name, indices in held.items():
+            shapes: dict[str, Tensor] = {}
+            for index in indices:
+                tensor = metadata.state_dict_metadata[index.fqn]
+                assert isinstance(tensor, TensorStorageMetadata)
+                dtype = tensor.properties.dtype
+                shapes[index.fqn] = torch.empty(self._sizes[index], dtype=dtype, device="meta")
+            written = header(shapes, _file_metadata(indices))
+            with (self.path / name).open("rb") as file:
+                found = file.read(len(written))
+            if _parsed_header(found) != _parsed_header(written):
+                raise CheckpointError(
+                    f"{self.path / name} is damaged: its head is not what was written. The values "
+                    f"are whole and are loaded by {INDEX}; other readers of safetensors go by the head. "
+                    "ep checkpoint reshard writes the files again."
+                )
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """A directory with an index."""
@@ -303,6 +323,26 @@ def index_of(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, 
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
     return {"files": dict(sorted(files.items())), "tensors": tensors}
+
+
+def _file_metadata(indices: Iterable[MetadataIndex]) -> dict[str, str]:
+    """The metadata of a file, as torch's `HuggingFaceStorageReader` reads it."""
+    offsets = {index.fqn: {"saved_offsets": list(index.offset or ())} for index in indices}
+    return {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(offsets, separators=(",", ":")),
+    }
+
+
+def _parsed_header(data: bytes) -> Any:
+    """The first bytes of a file as plain values; the bytes themselves if they are no header."""
+    try:
+        entries = json.loads(data[8:])
+        offsets = json.loads(entries["__metadata__"].pop("DCP_SHARDING_INFO"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return data
+    return data[:8], entries, offsets
 
 
 def crc32_of(tensor: Tensor) -> int:

@@ -212,7 +212,7 @@ class CheckpointingTrainer(HookedTrainer):
         if newest is None:
             raise CheckpointError(
                 f"resume_from_checkpoint=True, but {self.args.output_dir} holds no complete "
-                "checkpoint of a sharded run."
+                'checkpoint of a sharded run. Give its path, or "auto" to begin anew where there is none.'
             )
         return str(newest)
 
