@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cli_models import EP_PLAN, TEXT, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 from typer.testing import CliRunner
 
 from ep_mesh import DistributedConfig, Layout
-from expert_parallel.cli import app, generate, launch, train
+from expert_parallel.cli import app, generate, launch, progress, train, worker
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,7 @@ def test_a_job_that_resumes_saves_what_it_needs(model, text, tmp_path):
         ({"model": ""}, "model is missing"),
         ({"data": []}, "data is missing"),
         ({"restarts": 2}, "give --resume"),
+        ({"training": {"save_steps": 3}}, "no checkpoints are saved. Give --resume"),
         ({"ouput": "x"}, "no field 'ouput': did you mean 'output'"),
         (
             {"training": {"max_step": 3}},
@@ -304,15 +307,37 @@ def test_a_failing_rank_s_error_is_one_line(tmp_path, capfd, traceback):
 def test_the_first_error_is_the_one_told(tmp_path):
     launch.report_error(tmp_path, 3, "the cause")
     launch.report_error(tmp_path, 0, "Connection closed by peer")
-    assert launch._first_error(tmp_path) == "rank 3: the cause"
-    assert launch._first_error(tmp_path / "none") is None
+    assert launch.first_error(tmp_path) == "rank 3: the cause"
+    assert launch.first_error(tmp_path / "none") is None
 
 
 def test_the_error_of_the_last_start_is_the_one_told(tmp_path, monkeypatch):
     launch.report_error(tmp_path, 3, "what was mended")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     launch.report_error(tmp_path, 0, "the last straw")
-    assert launch._first_error(tmp_path) == "the last straw"
+    assert launch.first_error(tmp_path) == "the last straw"
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_a_restart_tells_why_once(tmp_path, monkeypatch, capfd, rank, told):
+    launch.report_error(tmp_path, 1, "rank 1, step 3, is gone")
+    (tmp_path / "job.json").write_text('{"command": "train", "job": {}, "traceback": false}')
+    monkeypatch.setattr(worker, "run", lambda *arguments: None)
+    monkeypatch.setattr("sys.argv", ["worker", str(tmp_path / "job.json")])
+    for name, value in (("RANK", rank), ("TORCHELASTIC_RESTART_COUNT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    worker.main()
+    expected = "restart 1 of at most 2: rank 1, step 3, is gone\n"
+    assert capfd.readouterr().err == (expected if told else "")
+
+
+@pytest.mark.parametrize(("step", "told"), [(0, ""), (20, "goes on from step 20 of 60\n")])
+def test_a_resumed_run_tells_where_it_goes_on(step, told):
+    out = io.StringIO()
+    state = TrainerState(global_step=step, max_steps=60)
+    progress.TrainProgress(Console(file=out)).on_train_begin(None, state, None)
+    assert out.getvalue() == told
 
 
 def test_a_rank_that_is_killed_is_told(tmp_path, monkeypatch):

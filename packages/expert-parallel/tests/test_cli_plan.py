@@ -232,6 +232,7 @@ def test_a_layout_file_with_plans_and_flags_over_it(ep, small, tmp_path):
     ("arguments", "expected"),
     [
         (["qwen3-mo"], "Did you mean qwen3_moe"),
+        (["./nowhere"], "there is no file or folder ./nowhere"),
         (["qwen3_moe", "--layout", "missing.json"], "there is no file missing.json"),
         (["qwen3_moe", "--dtype", "int3"], "--dtype must be one of float32, bfloat16"),
         (["."], "has no config.json"),
@@ -278,6 +279,7 @@ def test_python_m_is_the_same_command():
     assert "plan" in done.stdout
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_the_estimate_of_one_layout(ep, small, dispatch):
     sizes = ("--fsdp", "2", "--ep", "2", "--seq", "32", *dispatch)
     code, text = ep("plan", small, *sizes, "--estimate")

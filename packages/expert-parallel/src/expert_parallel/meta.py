@@ -42,6 +42,8 @@ def read_config(name: str) -> PreTrainedConfig:
         near = difflib.get_close_matches(key, list(known), n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise ValueError(f"{name!r} is no local file or folder and no model type.{hint}")
+    if name.startswith((".", "/", "~")):
+        raise ValueError(f"there is no file or folder {name}.")
     try:
         return _from_pretrained(name)
     except Exception as error:

@@ -74,7 +74,7 @@ def launch(
     try:
         elastic_launch(config, sys.executable)("-m", _WORKER, str(file))
     except ChildFailedError as error:
-        raise JobError(_first_error(folder) or _how_it_ended(error)) from None
+        raise JobError(first_error(folder) or _how_it_ended(error)) from None
     except SignalException as error:
         raise JobError(f"stopped by {error.sigval.name}") from None
     return None
@@ -87,7 +87,8 @@ def report_error(folder: Path, rank: int, message: str) -> None:
     (folder / f"error-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
 
 
-def _first_error(folder: Path) -> str | None:
+def first_error(folder: Path) -> str | None:
+    """What `report_error` left first, in the last start of the ranks; None: nothing."""
     errors = [json.loads(file.read_text("utf-8")) for file in folder.glob("error-*.json")]
     if not errors:
         return None

@@ -31,7 +31,9 @@ class TrainProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._task: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin the bar."""
+        """Begin the bar; tell where a resumed run goes on."""
+        if state.global_step:
+            self.console.print(f"goes on from step {state.global_step} of {state.max_steps}")
         if not self.console.is_terminal or self.console.quiet:
             return
         self._bar = Progress(
@@ -42,7 +44,9 @@ class TrainProgress(TrainerCallback):  # type: ignore[misc, unused-ignore]
             TextColumn("{task.fields[logs]}"),
             console=self.console,
         )
-        self._task = self._bar.add_task("training", total=state.max_steps, logs="")
+        self._task = self._bar.add_task(
+            "training", total=state.max_steps, completed=state.global_step, logs=""
+        )
         self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

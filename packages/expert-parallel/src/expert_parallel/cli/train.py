@@ -96,6 +96,12 @@ class TrainJob:
                 "restarts would begin anew each time: give --resume (resume: true) too."
             )
         _check_known(self.training, TrainingArguments, "training")
+        saving = [name for name in ("save_steps", "save_total_limit") if name in self.training]
+        if saving and not self.resume and "save_strategy" not in self.training:
+            raise ValueError(
+                f"training.{saving[0]}: no checkpoints are saved. Give --resume (resume: true) for those "
+                "that a run can go on from, or training.save_strategy for weights alone."
+            )
         for name in _OURS.keys() & self.training.keys():
             raise ValueError(f"training.{name}: {_OURS[name]}.")
         kinds = get_type_hints(TrainingArguments)

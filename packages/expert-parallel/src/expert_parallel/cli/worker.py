@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_parallel.cli.console import one_line
-from expert_parallel.cli.launch import report_error
+from expert_parallel.cli.launch import first_error, report_error
 from expert_parallel.cli.rank import run
 
 
@@ -25,6 +25,11 @@ def main() -> None:
     """Run the job of a file; a failure is reported to the launcher and ends with exit code 1."""
     file = Path(sys.argv[1])
     content = json.loads(file.read_text(encoding="utf-8"))
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if start and os.environ.get("RANK") == "0":
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        reason = first_error(file.parent) or "a rank was ended"
+        print(f"restart {start} of at most {most}: {reason}", file=sys.stderr, flush=True)
     try:
         run(_commands()[content["command"]], content["job"])
     except Exception as error:  # noqa: BLE001  # whatever it is, the launcher tells it

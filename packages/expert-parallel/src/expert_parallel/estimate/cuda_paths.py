@@ -7,7 +7,7 @@ waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import ep_dispatch.exchange
 import ep_kernels.activation
 import ep_kernels.mlp
 import ep_kernels.norm
 import ep_kernels.rotary
 import ep_kernels.rows
 import expert_parallel.fusing.inputs
-from ep_dispatch.collectives import _start_all_to_all
+from ep_dispatch.exchange import Flight, RowExchange
 from ep_kernels.activation import is_silu_gated
 from ep_kernels.rows import accumulation_dtype
 from ep_kernels.spec import ExpertsSpec
@@ -89,12 +88,18 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
         kernel([x, cos, sin], [out])
         return out
 
-    start = _start_all_to_all
+    def sent_off(start: Callable[[RowExchange, Tensor], Flight]) -> Any:
+        def run(exchange: RowExchange, rows: Tensor) -> Any:
+            with tracker.sending_off() as wait:
+                flight = start(exchange, rows)
 
-    def sent_off(*args: Any) -> tuple[Any, Tensor]:
-        with tracker.sending_off() as wait:
-            _, out = start(*args)
-        return SimpleNamespace(wait=wait), out
+            def arrived() -> Tensor:
+                wait()
+                return flight.wait()
+
+            return SimpleNamespace(wait=arrived)
+
+        return run
 
     with ExitStack() as stack:
         for owner, name, function in (
@@ -105,7 +110,8 @@ def cuda_paths(tracker: Tracker) -> Iterator[None]:
             (ep_kernels.norm, "normalize", normalize),
             (ep_kernels.norm, "normalize_backward", normalize_backward),
             (ep_kernels.rotary, "rotate", rotate),
-            (ep_dispatch.exchange, "_start_all_to_all", sent_off),
+            (RowExchange, "start", sent_off(RowExchange.start)),
+            (RowExchange, "start_back", sent_off(RowExchange.start_back)),
             (expert_parallel.fusing.inputs, "SMALL", 0),
             (activation, "_CPU_BLOCK", activation._GPU_BLOCK),
         ):

@@ -159,8 +159,10 @@ def run_step(model: nn.Module, tracker: Tracker, setting: Setting, parameters: i
     memory = tracker.memory
     model.train()
     if setting.gradient_checkpointing:
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers 5.17 has the older name alone, 5.24 warns of it
+        older: Any = model.gradient_checkpointing_enable
+        enable: Any = getattr(model, "activation_checkpointing_enable", older)
+        enable({"use_reentrant": False})
     for tensor in [*model.parameters(), *model.buffers()]:
         memory.set_kind(tensor, "parameters")
     tracker.follow_gradients(model)
