@@ -260,7 +260,7 @@ def check(job: TrainJob) -> nn.Module:
         ValueError: something does not fit.
     """
     text_files([*job.data, *job.eval_data])
-    check_arguments(job.arguments("cpu"), job.config.layout)
+    check_arguments(job.arguments("cpu"))
     if not job.from_scratch:
         check_weights(job.model)
     model = check_plan(read_config(job.model), job.config)
