@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +31,8 @@ from ep_trainer.checkpoint import (
     SafetensorsWriter,
     check_checkpoint,
     checkpoints,
+    locking,
+    offline,
     read_manifest,
 )
 from ep_trainer.checkpoint.locking import sole_run
@@ -126,6 +132,7 @@ def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     [
         ({"format": "another"}, "another program"),
         ({"version": 0}, "version 0 of the format, this package reads 1"),
+        ({"version": 2, "content": None}, "version 2 of the format"),
         ({"crc32": 1}, "checksum differs"),
         ({"content": None}, "is damaged"),
     ],
@@ -149,6 +156,23 @@ def test_a_damaged_small_file_is_named(tmp_path: Path) -> None:
     (folder / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"trainer_state\.json is missing"):
         check_checkpoint(folder, values=False)
+
+
+def test_the_model_for_plain_use_is_copied_and_may_be_written_anew(tmp_path: Path) -> None:
+    saver, folder = Checkpointer(), tmp_path / "checkpoint-1"
+    plain = ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    with saver.preparing(folder) as new:
+        for name in plain:
+            (new / name).write_text("old")
+    contents = Contents({"model": state(1)})
+    saver.save(folder, lambda: contents, manifest(1), in_background=False)
+    offline.reshard(folder, tmp_path / "checkpoint-2", files=2)
+    for copy in (folder, tmp_path / "checkpoint-2"):
+        for name in plain:
+            assert (copy / name).read_text() == "old"
+            (copy / name).unlink()
+        (copy / plain[0]).write_text("by an export")
+        check_checkpoint(copy, values=True)
 
 
 def test_rotation_keeps_the_newest_and_the_best_and_counts_complete_ones(tmp_path: Path) -> None:
@@ -259,6 +283,44 @@ def test_a_save_that_nobody_waits_for_is_over_before_another(tmp_path: Path, fai
         saver.wait(timeout=0 if step == 1 else None)
         threading.Timer(0.2, go_on.set).start()
     assert [step for step, _ in checkpoints(tmp_path)] == ([2] if fails else [2, 1])
+
+
+# -- locks
+
+
+def test_a_run_that_fails_gives_its_lock_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, opened = list[int](), os.open
+
+    def shares(*args: Any) -> int:
+        descriptor = opened(*args)
+        shared.append(os.dup(descriptor))  # as a child has it
+        return descriptor
+
+    monkeypatch.setattr(os, "open", shares)
+    with pytest.raises(ZeroDivisionError), sole_run(tmp_path):
+        1 / 0  # noqa: B018
+    with sole_run(tmp_path, patience=0):
+        pass
+    for descriptor in shared:
+        os.close(descriptor)
+
+
+def test_where_nothing_can_be_locked_a_run_saves_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", no_locks)
+        with sole_run(tmp_path):
+            pass
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # Windows has none
+    monkeypatch.setattr(sys, "platform", "win32")
+    with runpy.run_path(locking.__file__)["sole_run"](tmp_path):
+        pass
 
 
 # -- two ranks

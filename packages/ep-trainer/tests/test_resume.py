@@ -296,6 +296,8 @@ def test_a_signal_to_one_rank_saves_and_stops_all(ranks: RankPool, tmp_path: Pat
 def test_signals_are_names() -> None:
     with pytest.raises(ValueError, match="SIGNONE"):
         CheckpointOptions(stop_signals=("SIGNONE",))
+    with pytest.raises(ValueError, match=r"SIGKILL .* use SIGTERM"):
+        CheckpointOptions(stop_signals=("SIGKILL",))
     assert StopSignals((), None).agreed() is False
 
 

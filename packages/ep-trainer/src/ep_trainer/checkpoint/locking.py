@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,23 +17,36 @@ _PATIENCE_S = 15.0
 
 @contextmanager
 def sole_run(run: Path, patience: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold a lock on the directory `run`; nothing where the file system has no locks.
+    """Hold a lock on the directory `run`.
+
+    Nothing where the file system has no locks, nor on Windows, where directories can't be locked: there two
+    runs in one directory are not refused.
 
     Raises:
         CheckpointError: another process holds it, and for longer than `patience` seconds.
     """
     run.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
     directory = os.open(run, os.O_RDONLY)
     try:
-        _lock(directory, run, time.monotonic() + patience)
-        yield
-        # Before the close: a child that is still there shares the lock.
-        fcntl.flock(directory, fcntl.LOCK_UN)
+        is_locked = _lock(directory, run, time.monotonic() + patience)
+        try:
+            yield
+        finally:
+            if is_locked:  # closing is not enough: a child that is still there shares the lock
+                fcntl.flock(directory, fcntl.LOCK_UN)
     finally:
         os.close(directory)
 
 
-def _lock(directory: int, run: Path, end: float) -> None:
+def _lock(directory: int, run: Path, end: float) -> bool:
+    """Lock the directory by `end`; False if its file system has no locks."""
+    import fcntl
+
     while True:
         try:
             fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +57,7 @@ def _lock(directory: int, run: Path, end: float) -> None:
                     "other writes: give this one another output_dir, or wait for the other's end."
                 ) from None
             time.sleep(0.1)
-        except OSError:  # this file system has no locks
-            return
+        except OSError:
+            return False
         else:
-            return
+            return True

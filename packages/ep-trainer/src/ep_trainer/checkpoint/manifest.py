@@ -38,7 +38,8 @@ class Manifest:
         layout: the sizes of the layout that wrote it, as `ep_mesh.Layout` has them.
         world_size: ranks that wrote it.
         sections: the directories of tensors in `sharded`: "model", and "optimizer", "extra".
-        files: size and CRC-32 of every file but those of tensors, which a section's index tells.
+        files: size and CRC-32 of every file but those of tensors, which a section's index tells, and
+            the model for plain use (`is_for_plain_use`), which is no part of what a run resumes from.
         versions: of the packages that wrote it.
     """
 
@@ -81,13 +82,13 @@ def read_manifest(folder: Path) -> Manifest:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{path} was written by another program.")
+    body = found.get("content")
     if found.get("version") != VERSION:
+        versions = body.get("versions") if isinstance(body, dict) else "not told"
         raise CheckpointError(
             f"{path} has version {found.get('version')!r} of the format, this package reads "
-            f"{VERSION}: install the version of ep-trainer that wrote it ("
-            f"{found.get('content', {}).get('versions')})."
+            f"{VERSION}: install the version of ep-trainer that wrote it ({versions})."
         )
-    body = found.get("content")
     if not isinstance(body, dict) or found.get("crc32") != _crc32(body):
         raise CheckpointError(f"{path} is damaged: its checksum differs.")
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
@@ -99,6 +100,14 @@ def section(folder: Path, name: str) -> Path:
     return folder / SECTIONS / name
 
 
+def is_for_plain_use(path: Path) -> bool:
+    """Whether a file beside the sections is of the model as plain transformers loads it.
+
+    `ep checkpoint export` may write it, or another one, later.
+    """
+    return path.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
 def small_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and CRC-32 of the files to list; each is flushed to the disk."""
     files = {}
@@ -108,6 +117,8 @@ def small_files(folder: Path) -> dict[str, tuple[int, int]]:
             flush(path)
         elif name != MANIFEST and path.suffix != ".safetensors":
             flush(path)
+            if is_for_plain_use(path):
+                continue
             files[name] = (path.stat().st_size, crc32_of_file(path))
     return files
 
@@ -272,6 +283,7 @@ __all__ = [
     "check_checkpoint",
     "checkpoints",
     "is_complete",
+    "is_for_plain_use",
     "put_in_place",
     "read_manifest",
     "rotate",

@@ -24,10 +24,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ep_plans.boxes import Box, intersection, lengths, numel, pieces, positions
+from ep_plans.safetensors_file import flush
 from ep_trainer.checkpoint.files import write_json
 from ep_trainer.checkpoint.manifest import (
+    SECTIONS,
     Manifest,
     check_checkpoint,
+    is_for_plain_use,
     put_in_place,
     read_manifest,
     saving_folder,
@@ -132,11 +135,13 @@ def reshard(source: Path, target: Path, files: int) -> Manifest:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     try:
-        for name in manifest.files:
-            if Path(name).name == INDEX:
+        plain = (path.name for path in source.iterdir() if is_for_plain_use(path))
+        for name in dict.fromkeys((*manifest.files, *plain)):
+            if Path(name).parts[0] == SECTIONS:
                 continue
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, new / name)
+            flush(new / name)
         for name in manifest.sections:
             _rewrite(StoredTensors(source, name), section(new, name), files)
         written = replace(manifest, files=small_files(new))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+_KNOWN = tuple(signal.Signals.__members__)
+_NEVER_HEARD = ("SIGKILL", "SIGSTOP")
+
 
 @dataclass(frozen=True)
 class CheckpointOptions:
@@ -18,21 +21,26 @@ class CheckpointOptions:
             the same later, without the run.
         verify: compare every checksum before a checkpoint is loaded, each rank a part of them. A
             read of the checkpoint more; sizes and small files are always checked.
-        stop_signals: names of the signals at which the run saves and stops at the next step.
+        stop_signals: names of the signals at which the run saves and stops at the next step. By
+            default SIGTERM, and SIGUSR1 where there is one (not on Windows).
 
     Raises:
-        ValueError: a signal that this system doesn't know.
+        ValueError: a signal that this system doesn't know, or that no program hears.
     """
 
     async_save: bool = True
     save_hf: bool = False
     verify: bool = True
-    stop_signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    stop_signals: tuple[str, ...] = tuple(n for n in ("SIGTERM", "SIGUSR1") if n in _KNOWN)
 
     def __post_init__(self) -> None:
-        known = {each.name for each in signal.Signals}
         for name in self.stop_signals:
-            if name not in known:
+            if name in _NEVER_HEARD:
+                raise ValueError(
+                    f"stop_signals={self.stop_signals!r}: {name} ends or stops a program unheard; use "
+                    "SIGTERM."
+                )
+            if name not in _KNOWN:
                 raise ValueError(
                     f"stop_signals={self.stop_signals!r}: {name!r} is no signal of this system; "
                     'names are like "SIGTERM".'

@@ -20,8 +20,8 @@ class StopSignals:
 
     Args:
         names: of the signals.
-        group: a gloo group of all ranks that nothing else uses at the same time; None without
-            processes.
+        group: a gloo group of all ranks, whose collectives all begin in the same order, from one
+            thread; None without processes.
     """
 
     def __init__(self, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
