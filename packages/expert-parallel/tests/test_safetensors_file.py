@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from ep_plans import safetensors_file
-from ep_plans.safetensors_file import FileWriter, layout, row_pieces
+from ep_plans.safetensors_file import FileWriter, flush, layout, row_pieces
 
 TENSORS = {
     "bool": torch.tensor([True, False, True]),
@@ -89,3 +89,20 @@ def test_a_file_system_without_reservation_still_works(
 def test_a_dtype_without_a_name_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"t: safetensors files cannot hold torch.complex128"):
         FileWriter(tmp_path / "a", {"t": torch.zeros(2, dtype=torch.complex128)}, {})
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)]
+)
+def test_a_disk_that_fails_is_told_and_one_that_cannot_be_asked_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: bool
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if told:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            flush(tmp_path)
+    else:
+        flush(tmp_path)

@@ -5,7 +5,6 @@ The format is the public one: eight bytes with the header's length, the header a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -35,6 +34,9 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -124,10 +126,17 @@ class FileWriter:
 
 
 def flush(path: Path) -> None:
-    """Ask the file system to keep a file, or a directory's names (not possible everywhere)."""
-    with contextlib.suppress(OSError):
+    """Ask the file system to keep a file, or a directory's names; nothing where it can't be asked.
+
+    Raises:
+        OSError: the disk failed, or is full: what was written may be lost.
+    """
+    try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno in _LOST:
+            raise
