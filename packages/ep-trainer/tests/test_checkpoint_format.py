@@ -148,6 +148,18 @@ def test_ranks_may_hold_different_names() -> None:
             "w: no rank holds 8 of its 16 elements",
         ),
         ([[("w", (0,), (3,), (4,))], [("w", (2,), (2,), (4,))]], "w: parts overlap"),
+        # As many elements as there are, some twice.
+        (
+            [[("w", (0,), (2,), (4,))], [("w", (1,), (2,), (4,))]],
+            "w: no rank holds the indices 3 of dimension 0",
+        ),
+        (
+            [
+                [("w", (0, 0), (2, 1), (2, 2))],
+                [("w", (0, 1), (1, 1), (2, 2)), ("w", (1, 0), (1, 1), (2, 2))],
+            ],
+            "w: parts overlap, and no rank holds",
+        ),
         ([[("w", (0,), (2,), (4,))], [("w", (2,), (2,), (5,))]], "w: ranks hold it as"),
     ],
 )

@@ -9,8 +9,11 @@ them, the one with the least to write so far.
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -299,7 +302,8 @@ def check_covered(name: str, stored: TensorStorageMetadata, problem: str) -> Non
     """
     held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
     total = math.prod(stored.size)
-    if held == total:
+    parts = tuple((chunk.offsets, chunk.sizes) for chunk in stored.chunks)
+    if held == total and (len(parts) < 2 or _tile(parts, stored.size)):
         return
     if held > total:
         raise CheckpointError(f"{name}: parts overlap, {held} elements are held of {total}")
@@ -311,7 +315,28 @@ def check_covered(name: str, stored: TensorStorageMetadata, problem: str) -> Non
         if missing:
             places = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise CheckpointError(f"{name}: {problem} the indices {places} of dimension {dim}")
+    if held == total:
+        raise CheckpointError(f"{name}: parts overlap, and {problem} as many elements elsewhere")
     raise CheckpointError(f"{name}: {problem} {total - held} of its {total} elements")
+
+
+@functools.lru_cache(maxsize=256)  # layers are alike, and moments are like their parameters
+def _tile(places: tuple[tuple[torch.Size, torch.Size], ...], size: torch.Size) -> bool:
+    """Whether chunks, by offsets and sizes, hold each element once.
+
+    How often an element is held is the sum of the corners of chunks before it, with alternating signs. So
+    all that is needed is that their corners add up to those of the whole.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    ends = list(itertools.product((0, 1), repeat=len(size)))
+    whole = torch.Size([0] * len(size)), size
+    for (offsets, sizes), sign in (*((place, 1) for place in places), (whole, -1)):
+        for end in ends:
+            corner = zip(offsets, sizes, end, strict=True)
+            corners[tuple(at + length * e for at, length, e in corner)] += (
+                -sign if sum(end) % 2 else sign
+            )
+    return not any(corners.values())
 
 
 def _nbytes(item: WriteItem) -> int:
