@@ -106,12 +106,14 @@ def test_the_command_looks_checks_and_rewrites(ranks: RankPool, tmp_path: Path) 
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
     assert "exists" in run("reshard", str(checkpoint), str(fewer)).output
+    assert "not empty" in run("export", str(checkpoint), str(tmp_path / "a")).output
 
     path = next(section(checkpoint, "model").glob("rank-00002*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    result = run("verify", str(checkpoint))
-    assert result.exit_code == 1
-    assert path.name in result.output
-    assert "the values of " in result.output
+    for command in (["verify"], ["export"], ["reshard", str(tmp_path / "c")]):
+        result = run(command[0], str(checkpoint), *command[1:])
+        assert result.exit_code == 1
+        assert path.name in result.output
+        assert "the values of " in result.output

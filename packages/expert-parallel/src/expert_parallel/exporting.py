@@ -63,21 +63,25 @@ def export(
         The directory.
 
     Raises:
+        FileExistsError: `target` has something in it.
         CheckpointError: the checkpoint is damaged, or not of the model that its config names.
         RuntimeError: transformers' reverse conversion would lose tensors.
 
-    Costs a read and a write of the model, and 64 MiB per worker.
+    Costs two reads and a write of the model, and 64 MiB per worker.
     """
     read_manifest(checkpoint)
+    inside = target is None or target.resolve() == checkpoint.resolve()
+    if target is not None and not inside and target.is_dir() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty; give a new directory.")
     stored = StoredTensors(checkpoint)
     tensors = _file_tensors(checkpoint, stored, original=save_original_format)
+    stored.check_values(workers)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=_size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    inside = target is None or target.resolve() == checkpoint.resolve()
     with ExitStack() as stack:
         folder = (
             checkpoint if inside else stack.enter_context(replaced_directory(Path(str(target))))

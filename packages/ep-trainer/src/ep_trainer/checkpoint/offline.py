@@ -70,6 +70,15 @@ class StoredTensors:
         """Of all tensors."""
         return sum(chunk.nbytes for chunk in self._reader.chunks.values())
 
+    def check_values(self, workers: int) -> None:
+        """Compare every checksum.
+
+        Raises:
+            CheckpointError: names the file and the key.
+        """
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(self._reader.check_values, range(workers), [workers] * workers))
+
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out`, whose shape is `lengths(box)`; casts to its dtype."""
         for chunk in self.tensors[name].chunks:
@@ -99,15 +108,8 @@ def verify(folder: Path, *, workers: int = 4, heads: bool = True) -> Manifest:
         CheckpointError: names the file and the key.
     """
     manifest = check_checkpoint(folder, values=False)
-    for name in manifest.sections:
-        StoredTensors(folder, name)
-
-    def check(part: int) -> None:
-        for name in manifest.sections:
-            SafetensorsReader(section(folder, name)).check_values(part, workers)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(check, range(workers)))
+    for stored in [StoredTensors(folder, name) for name in manifest.sections]:
+        stored.check_values(workers)
     if heads:
         for name in manifest.sections:
             SafetensorsReader(section(folder, name)).check_headers()
