@@ -301,6 +301,7 @@ def test_a_search_and_its_page(ep, small, tmp_path):
     assert code == 0
     assert re.search(r"\d+ choices fit into 78\.0 GiB", text)
     assert "DistributedConfig(fsdp_size=2, ep_size=2)" in text
+    assert "own: the rate counted as each rank's own batch" in text
     assert "pipelines are estimated if asked for, or if nothing else fits: pp=2" in text
     html = page.read_text()
     assert html.count("<svg") == html.count('class="bar"') > 0

@@ -187,9 +187,9 @@ def _check_same_inputs(mesh: ParallelMesh, kwargs: dict[str, Any], axis: str) ->
     """Raise on all ranks of a group if their inputs differ: their collectives would too."""
     group, ranks = mesh.group(axis), mesh.layout.group(axis, mesh.rank)
     digest = torch.tensor([_digest(kwargs)], device=mesh.device)
-    digests = torch.empty(len(ranks), dtype=digest.dtype, device=mesh.device)
-    dist.all_gather_into_tensor(digests, digest, group=group)
-    first, *others = digests.tolist()
+    digests = [torch.empty_like(digest) for _ in ranks]
+    dist.all_gather(digests, digest, group=group)
+    first, *others = torch.cat(digests).tolist()
     different = [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]
     if not different:
         return

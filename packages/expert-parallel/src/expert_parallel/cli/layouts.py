@@ -28,6 +28,12 @@ _UNITS = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
 
 
+_LEGEND = (
+    "own: the rate counted as each rank's own batch, which the ranks of a TP group share. static: parameters, "
+    "gradients and AdamW states. sent: by a rank in a step, over each axis; a=b are axes of the same ranks."
+)
+
+
 def bytes_of(text: str) -> int:
     """The bytes that a text such as `80GiB` or `141 GB` means.
 
@@ -92,6 +98,7 @@ def show_found(out: Console, found: Found, *, most: int) -> None:
         out.print(_table(shown))
         if len(shown) < len(found.choices):
             out.print(f"... and {len(found.choices) - len(shown)} more (--top).")
+        out.print(_LEGEND, soft_wrap=True)
         out.print()
         for number, choice in enumerate(shown, 1):
             out.print(f"{number:>2}  {code(choice)}", markup=False, soft_wrap=True)
