@@ -19,7 +19,7 @@ from expert_parallel.auto import (
 from expert_parallel.generation import generate
 from expert_parallel.initializing import initialize
 from expert_parallel.loading import load_report
-from expert_parallel.lora import add_lora, load_lora
+from expert_parallel.lora import add_lora, load_lora, save_lora
 from expert_parallel.parallel import parallelize
 from expert_parallel.reading import LoadReport
 from expert_parallel.saving import save_pretrained
@@ -48,6 +48,7 @@ __all__ = [
     "load_lora",
     "load_report",
     "parallelize",
+    "save_lora",
     "save_pretrained",
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ep_mesh.world import own_rank
 from ep_plans import local
@@ -18,10 +19,10 @@ from ep_plans.shards import box_of
 from expert_parallel.agreement import all_or_none
 from expert_parallel.directory import replaced_directory
 from expert_parallel.gathering import ROOT, gathered
-from expert_parallel.lazy import LazyTensor
 from expert_parallel.lora._compat import PeftLayer
 from expert_parallel.lora.adding import adapters_of, lora_state, packed, saved_tensors, unpacked
 from expert_parallel.lora.modules import FACTORS
+from expert_parallel.lora.per_expert import of_single_experts
 from expert_parallel.lora.targets import Targets
 from expert_parallel.reading import CheckpointTensor, Tally
 from expert_parallel.saving import PIECE, write_tensors
@@ -30,14 +31,23 @@ _PREFIX = "base_model.model."  # of all names in a file: PEFT's own two modules 
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
+def save_lora(
+    model: nn.Module, save_directory: str | os.PathLike[str], *, per_expert: bool = False
+) -> None:
     """Write the adapters of a model, and what trains whole, as `peft` does; every rank must call.
 
     `peft.PeftModel.from_pretrained(model, save_directory)` loads them onto the plain model, `load_lora`
     onto a sharded one.
 
+    Args:
+        model: that `add_lora` was called with.
+        save_directory: is replaced.
+        per_expert: write an adapter for each expert's projections, named as in the family's checkpoints
+            (`...experts.0.gate_proj.lora_A.weight`), all of one rank, for programs that read such ones.
+            PEFT reads both forms, `load_lora` this one not.
+
     Raises:
-        ValueError: the model has no adapters of `add_lora`.
+        ValueError: the model has no adapters of `add_lora`; they have no form per expert.
         OSError: the first rank can't write; and `OtherRankError` on the other ranks then.
 
     Costs as `save_pretrained`, for the adapters.
@@ -52,22 +62,33 @@ def save_lora(model: nn.Module, save_directory: str | os.PathLike[str]) -> None:
     }
     here |= {_PREFIX + name: tensor for name, tensor in saved_tensors(model, state.targets)}
     parts = gathered(here, model)
-    tensors = {
+    tensors: dict[str, Any] = {
         _PREFIX + name: parts[_PREFIX + name]
         for module in state.targets.saved.values()
         for name in module
     }
-    for layer in state.targets.layers:
-        for factor in FACTORS:
-            lazy: Any = packed(parts[_file_name(layer, factor)], layer, factor)
-            tensors[_file_name(layer, factor)] = lazy
+    config = state.config
+    if per_expert:
+        assert isinstance(model, PreTrainedModel), "add_lora takes no other"
+        factors = {
+            (layer.key, factor): parts[_file_name(layer, factor)]
+            for layer in state.targets.layers
+            for factor in FACTORS
+        }
+        by_expert, config = of_single_experts(model, config, state.targets.layers, factors)
+        tensors = {_PREFIX + name: tensor for name, tensor in by_expert.items()}
+    else:
+        for layer in state.targets.layers:
+            for factor in FACTORS:
+                name = _file_name(layer, factor)
+                tensors[name] = packed(parts[name], layer, factor)
     is_root = own_rank() == ROOT
     with ExitStack() as stack:
         with all_or_none("Saving adapters"):
             folder = None
             if is_root:
                 folder = stack.enter_context(replaced_directory(Path(save_directory)))
-                _write_config(model, state.config, folder)
+                _write_config(model, config, folder)
         with all_or_none(f"Writing {_WEIGHTS}"):
             write_tensors(None if folder is None else folder / _WEIGHTS, tensors, PIECE)
         with all_or_none("Finishing the adapters"):
