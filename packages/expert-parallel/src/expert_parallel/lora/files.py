@@ -19,6 +19,7 @@ from ep_plans.shards import box_of
 from expert_parallel.agreement import all_or_none
 from expert_parallel.directory import replaced_directory
 from expert_parallel.gathering import ROOT, gathered
+from expert_parallel.lazy import LazyTensor
 from expert_parallel.lora._compat import PeftLayer
 from expert_parallel.lora.adding import adapters_of, lora_state, packed, saved_tensors, unpacked
 from expert_parallel.lora.modules import FACTORS
