@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -309,11 +309,12 @@ def quantized_parameters(model: nn.Module) -> tuple[list[str], list[str]]:
     return quantized, stacked if set(stacked).isdisjoint(quantized) else []
 
 
-def _is_narrow(tensor: Any) -> bool:
+def _is_narrow(tensor: Tensor) -> bool:
     """Whether values lie in less than 16 bit, also those inside a tensor that shows another dtype (torchao)."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return any(_is_narrow(getattr(tensor, name)) for name in names)
+        inside = [getattr(tensor, name) for name in names]  # of a DTensor its mesh too
+        return any(_is_narrow(each) for each in inside if isinstance(each, Tensor))
     return not tensor.is_floating_point() or tensor.element_size() < 2
 
 
