@@ -285,6 +285,15 @@ def test_a_save_that_nobody_waits_for_is_over_before_another(tmp_path: Path, fai
     assert [step for step, _ in checkpoints(tmp_path)] == ([2] if fails else [2, 1])
 
 
+def test_what_is_still_being_written_is_not_tidied_away(tmp_path: Path) -> None:
+    saver, go_on = Checkpointer(), threading.Event()
+    contents = Contents({"model": state(1)}, prepared=lambda _: wait_for(go_on))
+    saver.save(tmp_path / "checkpoint-1", lambda: contents, manifest(1), in_background=True)
+    saver.wait(timeout=0)
+    threading.Timer(0.2, go_on.set).start()
+    assert saver.newest(tmp_path) == tmp_path / "checkpoint-1"
+
+
 # -- locks
 
 

@@ -264,10 +264,11 @@ class Checkpointer:
         return [bool(word) for word in said]
 
     def newest(self, run: Path, *, clean: bool = True) -> Path | None:
-        """The newest complete checkpoint of a run, as the first rank sees it.
+        """The newest complete checkpoint of a run, as the first rank sees it, after a save on its way.
 
         `clean`: take away what a killed run left; no other run may save there meanwhile.
         """
+        self.wait()
         found: Path | None = None
         with self.together(f"Looking for checkpoints in {run}"):
             if self.is_first:
