@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,11 +46,12 @@ def test_other_numbers_are_refused_with_what_fits(
 
 
 def test_parts_put_together_are_the_batch() -> None:
-    batch = {
+    batch: dict[str, Any] = {
         "input_ids": torch.arange(24).view(6, 4),
         "position_ids": torch.arange(72).view(3, 6, 4),
         "inverse": torch.arange(4).view(1, 4),
         "scale": torch.tensor(2.0),
+        "attention_mask": {"full": torch.arange(6).view(6, 1, 1, 1), "sliding": None},
         "use_cache": False,
     }
     parts = split_batch(batch, 3)
@@ -58,9 +61,12 @@ def test_parts_put_together_are_the_batch() -> None:
     }
     for name, value in whole.items():
         assert torch.equal(value, batch[name])
+    masks = [part["attention_mask"]["full"] for part in parts]
+    assert torch.equal(torch.cat(masks), batch["attention_mask"]["full"])
     for part in parts:
         assert part["inverse"] is batch["inverse"]
         assert part["scale"] is batch["scale"]
+        assert part["attention_mask"]["sliding"] is None
         assert part["use_cache"] is False
 
 

@@ -84,20 +84,28 @@ def count_rows(batch: Batch) -> int:
 def split_batch(batch: Batch, count: int) -> list[dict[str, Any]]:
     """The `count` micro-batches of a batch, views of it.
 
-    Tensors `[B, ...]` are cut; those for all rows (`[1, ...]`, numbers) and what is no tensor go
-    with each micro-batch; positions of several kinds are `[kinds, B, L]`.
+    Tensors `[B, ...]` are cut, also in dicts (masks of several kinds of attention); those for all rows
+    (`[1, ...]`, numbers) and what is no tensor go with each micro-batch; positions of several kinds are
+    `[kinds, B, L]`.
 
     Raises:
         ValueError: a tensor has no dimension of B rows.
     """
     rows = count_rows(batch)
+    cut = {name: _cut(name, value, rows, count) for name, value in batch.items()}
+    return [{name: parts[index] for name, parts in cut.items()} for index in range(count)]
+
+
+def _cut(name: str, value: Any, rows: int, count: int) -> list[Any]:
+    """What each micro-batch gets of a value."""
+    if isinstance(value, Mapping):
+        cut = {key: _cut(f"{name}[{key!r}]", each, rows, count) for key, each in value.items()}
+        return [{key: parts[index] for key, parts in cut.items()} for index in range(count)]
+    dim = _row_dim(name, value, rows)
+    if dim is None:
+        return [value] * count
     size = rows // count
-    parts: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in batch.items():
-        dim = _row_dim(name, value, rows)
-        for index, part in enumerate(parts):
-            part[name] = value if dim is None else value.narrow(dim, index * size, size)
-    return parts
+    return [value.narrow(dim, index * size, size) for index in range(count)]
 
 
 def _row_dim(name: str, value: Any, rows: int) -> int | None:
