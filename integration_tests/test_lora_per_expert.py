@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ep_testing import RankPool
 from expert_parallel import load_lora, parallelize, save_lora
+from expert_parallel.lora.adding import lora_state
 
 peft = pytest.importorskip("peft")
 
@@ -81,11 +82,8 @@ def test_experts_that_checkpoints_hold_fused_are_refused(tmp_path: Path, family:
 
 def test_other_scales_are_refused(tmp_path: Path) -> None:
     family = "qwen3_moe"
-    by_peft(family, None).save_pretrained(tmp_path / "peft")
-    model = build(FAMILIES[family]())
-    load_lora(model, tmp_path / "peft")
-    from expert_parallel.lora.adding import lora_state
-
+    by_peft(family).save_pretrained(tmp_path / "peft")
+    model = load_lora(build(FAMILIES[family]()), tmp_path / "peft")
     state = lora_state(model)
     assert state is not None
     object.__setattr__(state.layers[0], "scale", 7.0)

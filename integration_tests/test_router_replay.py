@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,13 @@ from dispatching import dispatching
 from equality import all_float64, relative_error
 from families import build as family
 from families import family_names
-from test_trainer import build
+from test_trainer import Sentences, arguments, build
 from torch import Tensor, nn
 
 from ep_mesh import DistributedConfig
 from ep_plans import compile_layers, full_tensor, parallel_state
 from ep_testing import RankPool
-from ep_trainer import record_routes, replay_routes
+from ep_trainer import EPTrainer, record_routes, replay_routes
 from ep_trainer.moe_layers import moe_layers, routed
 from expert_parallel import parallelize
 
@@ -240,6 +241,45 @@ def generated(rank: int) -> None:
 
 def test_what_generate_chose_is_replayed(ranks: RankPool) -> None:
     ranks.run(generated, world=2)
+
+
+class Replaying(EPTrainer):
+    """Replays, in each micro-step, what `chosen` makes of the model's own choice."""
+
+    chosen: Any = None
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.chosen is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        with torch.no_grad(), record_routes(model) as routes:
+            model(**self._prepare_inputs(inputs))
+        again = {name: self.chosen(ids) for name, ids in routes.items()}
+        with replay_routes(model, again):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+
+def trained(rank: int, folder: str) -> list[list[float]]:
+    sizes = dispatching(tp_size=2, ep_size=2)
+    runs = []
+    for chosen in (None, lambda ids: ids, lambda ids: (ids + 1) % 8):
+        model = build()
+        if chosen is not None:  # what was watched may be sharded later
+            with record_routes(model):
+                model(input_ids=batch_of(0))
+        model = parallelize(model, DistributedConfig(**sizes))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        values = {"max_steps": 2, "bf16": True, "use_cpu": True}
+        trainer = Replaying(model, arguments(folder, 4, **values), train_dataset=Sentences(24))
+        trainer.chosen = chosen
+        trainer.train()
+        runs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return runs
+
+
+def test_in_the_trainer(ranks: RankPool, tmp_path: Path) -> None:
+    for plain, same, other in ranks.run(trained, str(tmp_path), world=2, timeout=120):
+        assert same == plain
+        assert other != plain
 
 
 def refused(rank: int) -> list[str]:

@@ -178,9 +178,11 @@ class _WatchedLayer:
         self._choice: _Choice | None = None
         self._recomputes = False
         self._running = contextlib.ExitStack()
-        layer.block.register_forward_pre_hook(self._begin)
-        layer.experts.register_forward_pre_hook(self._chosen)
-        layer.block.register_forward_hook(self._end, always_call=True)
+        self.handles = [
+            layer.block.register_forward_pre_hook(self._begin),
+            layer.experts.register_forward_pre_hook(self._chosen),
+            layer.block.register_forward_hook(self._end, always_call=True),
+        ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         ids_TK = self._memory.recall()
@@ -223,7 +225,8 @@ class _Watch:
     """Of a model.
 
     Attributes:
-        mesh: of the model, if it is sharded.
+        state: of the model, if it is sharded.
+        mesh: its mesh.
         layers: by the name of their experts.
         give, keep: of the context that runs; None: none does.
         shape: B and S of the forward that runs, if the model was called itself.
@@ -231,7 +234,7 @@ class _Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        state = parallel_state(model)
+        self.state = state = parallel_state(model)
         if state is not None and state.pipeline is not None:
             raise ValueError(
                 "routes can't be recorded or replayed over pipeline stages (pp_size > 1): each sees "
@@ -247,8 +250,15 @@ class _Watch:
         self.keep: Keep | None = None
         self.shape: tuple[int, int] | None = None
         self.wants_grad = False
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end, always_call=True)
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in (*self._handles, *(h for each in self.layers.values() for h in each.handles)):
+            handle.remove()
 
     @contextlib.contextmanager
     def during(self, give: Give, keep: Keep) -> Iterator[None]:
@@ -282,10 +292,12 @@ def _is_routed(layer: MoELayer) -> bool:
 
 
 def _watch_of(model: nn.Module) -> _Watch:
-    """That of the model, made at its first use."""
-    if _WATCH not in vars(model):
-        vars(model)[_WATCH] = _Watch(model)
-    watch: _Watch = vars(model)[_WATCH]
+    """That of the model, made at its first use; anew if the model was sharded since."""
+    watch: _Watch | None = vars(model).get(_WATCH)
+    if watch is None or watch.state is not parallel_state(model):
+        if watch is not None:
+            watch.close()
+        watch = vars(model)[_WATCH] = _Watch(model)
     return watch
 
 
