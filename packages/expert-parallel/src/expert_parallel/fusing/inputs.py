@@ -17,10 +17,12 @@ def may_fuse(x: Any, *others: Any) -> TypeGuard[Tensor]:
 
     Not under torch.compile, which fuses by itself.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if not all(isinstance(t, Tensor) and not isinstance(t, DTensor) for t in (x, *others)):
+    if torch.compiler.is_compiling() or not _is_plain(x):
         return False
     if x.device.type == "cpu" and x.numel() < SMALL:
         return False
-    return all(t.dtype is x.dtype and t.device == x.device for t in others)
+    return all(_is_plain(t) and t.dtype is x.dtype and t.device == x.device for t in others)
+
+
+def _is_plain(x: Any) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor)
