@@ -279,6 +279,15 @@ def test_bin_files_are_refused_with_advice(ranks: RankPool, qwen: Path, tmp_path
         assert "save_pretrained" in told
 
 
+def test_a_training_checkpoint_is_told_from_a_model(
+    ranks: RankPool, qwen: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((qwen / "config.json").read_text())
+    (tmp_path / "sharded" / "model").mkdir(parents=True)
+    for told in ranks.run(failure, str(tmp_path), MIXED):
+        assert f"ep checkpoint export {tmp_path}" in told
+
+
 def test_contradicting_arguments_are_refused(ranks: RankPool, qwen: Path) -> None:
     def refused(rank: int) -> str:
         return failure(rank, str(qwen), MIXED, device_map="auto")

@@ -134,9 +134,13 @@ def test_a_job_that_resumes_saves_what_it_needs(model, text, tmp_path):
         ({"training": {"use_cpu": True}}, "training.use_cpu"),
         ({"training": {"per_device_train_batch_size": 0}}, "per_device_train_batch_size=0"),
         ({"training": {"optim": "adafactor"}}, "optim='adafactor'"),
-        ({"tokenizer": "no/where/at/all"}, "the tokenizer no/where/at/all can't be loaded"),
         ({"output": "FOLDER/job.json"}, "job.json can't be written to"),
         ({"output": "MODEL"}, "is the folder of the model"),
+        (
+            {"tokenizer": "no/tokenizer"},
+            "no tokenizer can be read from no/tokenizer: pass --tokenizer",
+        ),
+        ({"model": "qwen3-moe"}, "qwen3-moe is a model type, which has no weights"),
     ],
 )
 def test_what_does_not_fit_is_one_line_before_any_rank_starts(

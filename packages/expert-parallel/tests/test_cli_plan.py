@@ -233,6 +233,8 @@ def test_a_layout_file_with_plans_and_flags_over_it(ep, small, tmp_path):
     [
         (["qwen3-mo"], "Did you mean qwen3_moe"),
         (["./nowhere"], "there is no file or folder ./nowhere"),
+        (["nowhere/"], "there is no file or folder nowhere/"),
+        (["a/b/c"], "there is no file or folder a/b/c"),
         (["qwen3_moe", "--layout", "missing.json"], "there is no file missing.json"),
         (["qwen3_moe", "--dtype", "int3"], "--dtype must be one of float32, bfloat16"),
         (["."], "has no config.json"),
@@ -279,7 +281,7 @@ def test_python_m_is_the_same_command():
     assert "plan" in done.stdout
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.filterwarnings("error::FutureWarning", "error:FSDP2-wrapped module")
 def test_the_estimate_of_one_layout(ep, small, dispatch):
     sizes = ("--fsdp", "2", "--ep", "2", "--seq", "32", *dispatch)
     code, text = ep("plan", small, *sizes, "--estimate")
@@ -288,7 +290,7 @@ def test_the_estimate_of_one_layout(ep, small, dispatch):
         r"\nEstimated on h100, with gradient checkpointing: peak \d+\.\d GiB in ", text
     )
     assert re.search(r"\nEstimated on h100, without: peak ", text)
-    code, text = ep("plan", small, "--pp", "2", "--estimate")
+    code, text = ep("plan", small, "--pp", "2", "--fsdp", "2", "--seq", "32", "--estimate")
     assert code == 0
     assert "tokens/s/GPU" in text
 

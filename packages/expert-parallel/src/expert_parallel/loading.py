@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,8 +113,22 @@ def load(
     return loaded
 
 
+def told_unexported(path: Any) -> str | None:
+    """What to do with a training checkpoint that holds the model in shards alone; None: it is none."""
+    folder = Path(str(path))
+    if not (folder / "sharded" / "model").is_dir() or any(folder.glob("*.safetensors")):
+        return None
+    return (
+        f"{path} is a training checkpoint, which holds the model in shards. Write it as from_pretrained "
+        f"reads it: ep checkpoint export {path} (or in the run, with CheckpointOptions(save_hf=True)). "
+        "To go on with the training, pass it to train(resume_from_checkpoint=...)."
+    )
+
+
 def _naming_the_file(error: Exception, path: Any, files: Sequence[str]) -> Exception:
     """The error, and which file it is about where it doesn't say."""
+    if isinstance(error, OSError) and (told := told_unexported(path)):
+        return OSError(told)
     if isinstance(error, json.JSONDecodeError):  # the config's broken JSON is another error
         return OSError(f"The index of the checkpoint files in {path} is not JSON: {error}.")
     if isinstance(error, SafetensorError):

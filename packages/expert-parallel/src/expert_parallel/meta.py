@@ -42,7 +42,8 @@ def read_config(name: str) -> PreTrainedConfig:
         near = difflib.get_close_matches(key, list(known), n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise ValueError(f"{name!r} is no local file or folder and no model type.{hint}")
-    if name.startswith((".", "/", "~")):
+    owner, _, rest = name.partition("/")
+    if owner in ("", ".", "..", "~") or not rest or "/" in rest:  # no name of a hub
         raise ValueError(f"there is no file or folder {name}.")
     try:
         return _from_pretrained(name)

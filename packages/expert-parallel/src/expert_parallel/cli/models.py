@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
 from ep_mesh import DistributedConfig
 from ep_plans import plan_stages, resolve_plans
+from expert_parallel.loading import told_unexported
 from expert_parallel.meta import build_on_meta, read_config
 
 
@@ -31,12 +32,15 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
     """The tokenizer of a folder or hub name.
 
     Raises:
-        ValueError: there is none: transformers then makes one that knows no word.
+        ValueError: there is none; where a folder has none, transformers makes one that knows no word.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **settings)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer {name} can't be loaded: {error}") from error
+        raise ValueError(
+            f"no tokenizer can be read from {name}: pass --tokenizer with a folder or name "
+            f"({' '.join(str(error).split())})."
+        ) from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"there is no tokenizer in {name}: pass --tokenizer with a folder or name."
@@ -45,12 +49,19 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
 
 
 def check_weights(name: str) -> None:
-    """Check that a local folder holds weights.
+    """Check that a local folder holds weights, and that a name is not that of a kind of model.
 
     Raises:
         ValueError: it does not.
     """
     path = Path(name)
+    if told := told_unexported(path):
+        raise ValueError(told)
+    if not path.exists() and name.replace("-", "_") in CONFIG_MAPPING:
+        raise ValueError(
+            f"{name} is a model type, which has no weights; to train from random ones, pass --from-scratch "
+            "and a --tokenizer."
+        )
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise ValueError(
             f"the folder {name} holds no weights (*.safetensors); to train from random ones, pass "

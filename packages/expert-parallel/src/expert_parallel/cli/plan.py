@@ -195,7 +195,8 @@ def show_layout(out: Console, model: nn.Module, config: DistributedConfig) -> No
     layout, experts = config.layout, experts_per_layer(model, config)
     told = f"{experts} experts a layer" if experts else "no experts"
     out.print(
-        f"{type(model).__name__}, {told}, {layout.world_size} processes\n",
+        f"{type(model).__name__}, {told}, {layout.world_size} "
+        f"{'process' if layout.world_size == 1 else 'processes'}\n",
         markup=False,
         soft_wrap=True,
     )

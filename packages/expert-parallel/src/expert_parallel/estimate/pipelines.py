@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,9 @@ from .simulate import Setting, Step, simulate
 def step_of(setting: Setting) -> tuple[Step, bool]:
     """The step, from all layers or, if the setting says so, from a few; and whether it is extrapolated."""
     if setting.config.pp_size > 1:
-        return simulate_pipeline(setting)
+        with warnings.catch_warnings():  # nothing changes what a stage hands on
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+            return simulate_pipeline(setting)
     return simulate_sampled(setting) if setting.sampled else (simulate(setting), False)
 
 
