@@ -47,5 +47,5 @@ def refusal(device: torch.device) -> str | None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        return f"triton can't be imported ({error}): pip install 'ep-kernels[triton]'"
+        return f"triton can't be imported ({error}): pip install triton"
     return None

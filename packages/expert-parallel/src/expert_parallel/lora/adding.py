@@ -150,7 +150,7 @@ def _resolved(model: nn.Module, config: Any) -> tuple[ParallelState | None, Targ
     try:
         import peft as _peft  # noqa: F401
     except ImportError as error:
-        raise ImportError("Adapters need peft: pip install 'expert-parallel[peft]'.") from error
+        raise ImportError("Adapters need peft: pip install 'peft>=0.21'.") from error
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"add_lora takes a transformers model, got {type(model).__name__}. A PeftModel has its "
