@@ -85,6 +85,7 @@ def test_traffic_grows_with_the_batch(ep, small, dispatch):
 def test_a_folder_and_a_config_file(ep, small, dispatch):
     code, text = ep("plan", small, "--fsdp", "8", "--ep", "8", *dispatch)
     assert (code, "8 experts a layer" in text) == (0, True)
+    assert re.search(r"% of 0\.\d+ M parameters: 0\.\d\d MiB of weights", text)
     assert ep("plan", small / "config.json", "--fsdp", "8", "--ep", "8", *dispatch) == (code, text)
 
 

@@ -243,13 +243,19 @@ def show_plan(out: Console, model: nn.Module, config: DistributedConfig, itemsiz
     out.print(table)
     _show_units(out, plans, config)
     # AdamW keeps two states per element, in the parameter's dtype.
-    weights, rest = held[1] * itemsize / 2**30, 3 * held[1] * itemsize / 2**30
+    weights, rest = _size(held[1] * itemsize), _size(3 * held[1] * itemsize)
+    number = f"{whole / 1e9:.3g} B" if whole >= 1e8 else f"{whole / 1e6:.3g} M"
     out.print(
-        f"\nA rank holds {held[1] / whole:.1%} of {whole / 1e9:.3g} B parameters: {weights:.2f} GiB "
-        f"of weights, and in training {rest:.2f} GiB of gradients and AdamW states "
+        f"\nA rank holds {held[1] / whole:.1%} of {number} parameters: {weights} "
+        f"of weights, and in training {rest} of gradients and AdamW states "
         f"({itemsize} bytes each). Activations and gathered weights come on top.",
         soft_wrap=True,
     )
+
+
+def _size(nbytes: int) -> str:
+    unit, name = (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
+    return f"{nbytes / unit:.2f} {name}"
 
 
 def show_traffic(
