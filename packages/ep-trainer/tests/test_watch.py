@@ -57,9 +57,13 @@ def test_a_rank_that_raises_is_named_by_all(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first, second, _ = ranks.start(3)
-    second.failed(ValueError("out of luck"))
+    error = ValueError("out of luck")
+    error.add_note("in layer 3")
+    second.failed(error)
     second.stop()
-    with pytest.raises(PeerError, match=r"rank 1, step 7 \(training\), failed: ValueError: out of"):
+    with pytest.raises(
+        PeerError, match=r"rank 1, step 7 \(training\), failed: ValueError: .* layer 3"
+    ):
         first.failed(RuntimeError(GLOO))
     first.stop()
     ranks.wait_for_ends(1)

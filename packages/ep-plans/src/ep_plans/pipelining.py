@@ -96,6 +96,9 @@ class PipelineSteps:
         Returns:
             The sum of the losses on the rank of the last stage, else None.
 
+        Raises:
+            Exception: what a stage raised, with a note of its number and the micro-batch.
+
         Cost: M point-to-point messages of `boundary` to each neighbour and back, per stage; the
         first step with another M or boundary sends two numbers more.
         """
@@ -106,7 +109,11 @@ class PipelineSteps:
         with deferred_gradients(
             self.model, reduce=reduce, each=reduce_each and not splits, keep_gathered=splits
         ):
-            schedule.step(index=index, target=index, losses=losses, return_outputs=False)
+            try:
+                schedule.step(index=index, target=index, losses=losses, return_outputs=False)
+            except RuntimeError as error:
+                # torch tells the arguments of a forward that failed, not why it did.
+                raise _of_stage(error) from None
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def _prepared(self, count: int, boundary: tuple[Tensor, ...], split: bool) -> Any:
@@ -139,6 +146,9 @@ class PipelineSteps:
         )
 
 
+_STAGE = "in stage"
+
+
 class _Stage(nn.Module):
     """A stage as torch's schedules call it: they hand over the micro-batch's number, nothing else.
 
@@ -161,8 +171,18 @@ class _Stage(nn.Module):
         try:
             return self.run(self.number, received, micro_batch)
         except Exception as error:
-            error.add_note(f"in stage {self.number} of the pipeline, micro-batch {micro_batch}")
+            error.add_note(f"{_STAGE} {self.number} of the pipeline, micro-batch {micro_batch}")
             raise
+
+
+def _of_stage(error: BaseException) -> BaseException:
+    """The error that a stage's forward raised, if that is what `error` comes of."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if any(note.startswith(_STAGE) for note in getattr(seen, "__notes__", ())):
+            return seen
+        seen = seen.__cause__
+    return error
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class Watchdog(TrainerCallback):
             assert self._failure is not None
             if self._rank not in self._failure.ranks:
                 raise PeerError(self._failure.text) from error
-        said = f"{type(error).__name__}: {error}"
+        said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         self._tell(Failure((self._rank,), f"{self._who()} failed: {said}", alive=True))
 
     def _who(self) -> str:

@@ -34,7 +34,8 @@ def console() -> Console:
 
 def one_line(error: BaseException) -> str:
     """What an error says, without line breaks."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    told = "; ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+    text = " ".join(told.split())
     return text if isinstance(error, _TOLD) else f"{type(error).__name__}: {text}"
 
 
