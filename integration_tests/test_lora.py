@@ -62,14 +62,15 @@ def lora_config(family: str, **changes: Any) -> Any:
     return peft.LoraConfig(**values | changes)
 
 
-def by_peft(family: str, folder: Path | str | None = None) -> Any:
+def by_peft(family: str, folder: Path | str | None = None, **changes: Any) -> Any:
     """A plain model with PEFT's adapters: new ones with nothing at zero, or those of a directory."""
     model = build(FAMILIES[family]())
     if folder is not None:
         return peft.PeftModel.from_pretrained(
             model, folder, is_trainable=True, autocast_adapter_dtype=False
         )
-    wrapped = peft.get_peft_model(model, lora_config(family), autocast_adapter_dtype=False)
+    config = lora_config(family, **changes)
+    wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():

@@ -39,7 +39,7 @@ def written(rank: int, family: str, adapters: str, out: str, sizes: dict[str, An
 def test_each_experts_factors_are_the_change_of_its_weight(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
-    by_peft(family).save_pretrained(tmp_path / "peft")
+    by_peft(family, modules_to_save=None).save_pretrained(tmp_path / "peft")
     out = tmp_path / "per_expert"
     sizes = dispatching(tp_size=2, fsdp_size=2, ep_size=4)
     ranks.run(written, family, str(tmp_path / "peft"), str(out), sizes, world=4)
@@ -71,7 +71,7 @@ def test_each_experts_factors_are_the_change_of_its_weight(
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_experts_that_checkpoints_hold_fused_are_refused(tmp_path: Path, family: str) -> None:
-    by_peft(family).save_pretrained(tmp_path / "peft")
+    by_peft(family, modules_to_save=None).save_pretrained(tmp_path / "peft")
     model = load_lora(build(FAMILIES[family]()), tmp_path / "peft")
     with pytest.raises(
         ValueError, match=r"experts.down_proj is fused in the checkpoints of .* too"
@@ -82,10 +82,17 @@ def test_experts_that_checkpoints_hold_fused_are_refused(tmp_path: Path, family:
 
 def test_other_scales_are_refused(tmp_path: Path) -> None:
     family = "qwen3_moe"
-    by_peft(family).save_pretrained(tmp_path / "peft")
+    by_peft(family, modules_to_save=None).save_pretrained(tmp_path / "peft")
     model = load_lora(build(FAMILIES[family]()), tmp_path / "peft")
     state = lora_state(model)
     assert state is not None
-    object.__setattr__(state.layers[0], "scale", 7.0)
+    object.__setattr__(state.targets.layers[0], "scale", 7.0)
     with pytest.raises(ValueError, match=r"are scaled by \[1.6666.*, 7.0\]"):
+        save_lora(model, tmp_path / "out", per_expert=True)
+
+
+def test_modules_that_train_whole_are_refused(tmp_path: Path) -> None:
+    by_peft("qwen3_moe").save_pretrained(tmp_path / "peft")
+    model = load_lora(build(FAMILIES["qwen3_moe"]()), tmp_path / "peft")
+    with pytest.raises(ValueError, match=r"modules_to_save=\['mlp.gate'"):
         save_lora(model, tmp_path / "out", per_expert=True)

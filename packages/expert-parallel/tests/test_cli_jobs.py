@@ -169,7 +169,7 @@ def test_a_job_file_that_is_no_text(tmp_path):
     (tmp_path / "job.yaml").write_bytes(b"\xff\xfe")
     code, output = ep("train", tmp_path / "job.yaml")
     assert code == 1
-    assert "job.yaml can't be read as YAML" in output
+    assert "job.yaml is no UTF-8 text" in output
 
 
 def test_processes_must_be_the_layout_s(started, model, text, tmp_path):
@@ -217,6 +217,8 @@ def test_the_vocabulary_must_hold_the_tokenizer(started, model, text, tmp_path):
     ("arguments", "expected"),
     [
         ([], "there is no prompt"),
+        (["", " "], "there is no prompt"),
+        (["--prompt-file", "missing.txt"], "there is no file missing.txt"),
         (["The", "--top-p", "0.5"], "--top-p needs --sample"),
         (["The", "--dtype", "int8"], "dtype must be auto"),
         (["The", "--tp", "3"], "tp_size=3 does not fit"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import Qwen3MoeConfig
 
 from ep_mesh import DistributedConfig
 from expert_parallel.estimate import DEVICES, Device, Estimate, calibrate, estimate
+from expert_parallel.estimate._compat import FakeTensorMode, unlogged_errors
 from expert_parallel.estimate.memory import KINDS
 from expert_parallel.estimate.operators import cost_of
 from expert_parallel.estimate.routing import draw_experts
@@ -212,6 +215,17 @@ def test_an_exchange_that_is_sent_off_holds_up_what_waits_for_it_and_the_next_on
     line.wait(first)
     assert (line.compute, line.waited_for_link) == (11.0, 5.0)
     assert line.end() == 21.0
+
+
+def test_an_operator_that_refuses_its_inputs_raises_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    for quiet, records in ((unlogged_errors(), 0), (nullcontext(), 1)):
+        with quiet, FakeTensorMode(), pytest.raises(RuntimeError, match="expanded size"):
+            torch.empty(2, 3).expand(2, 4)
+        assert len(caplog.records) == records
 
 
 def test_reading_a_number_lets_the_host_wait() -> None:

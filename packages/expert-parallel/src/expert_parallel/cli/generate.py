@@ -91,8 +91,8 @@ def generate(
 
     Starts the ranks on this machine; under torchrun, it is one of them.
     """
-    lines = prompt_file.read_text(encoding="utf-8").splitlines() if prompt_file else []
-    asked = [*(prompts or []), *(line for line in lines if line.strip())]
+    lines = options.read_text(prompt_file).splitlines() if prompt_file else []
+    asked = [text for text in [*(prompts or []), *lines] if text.strip()]
     if not asked:
         raise ValueError("there is no prompt: give one after the model, or --prompt-file.")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}

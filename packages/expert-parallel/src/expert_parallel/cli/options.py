@@ -88,18 +88,30 @@ def value_of(text: str) -> Any:
     return yaml.safe_load(text)
 
 
+def read_text(path: Path) -> str:
+    """The text of a file, in UTF-8.
+
+    Raises:
+        ValueError: the file is missing, or no text.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}.") from error
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """The object in a JSON or YAML file.
 
     Raises:
         ValueError: the file is missing, is neither, or holds something else.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}.")
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path} can't be read as {'JSON' if path.suffix == '.json' else 'YAML'}: {error}"
         ) from error

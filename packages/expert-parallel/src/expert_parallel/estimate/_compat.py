@@ -9,12 +9,14 @@
 | `distributed_c10d._resolve_process_group` | the group of a functional collective | torch 2.11 to 2.13 |
 | `FSDPParamGroup.post_backward` | where FSDP2 sets gradients | torch 2.11 to 2.13 |
 | `ShardingPropagator` | where DTensor makes tensors of global shapes that never have memory | torch 2.11 to 2.13 |
+| the logger of `torch._subclasses.fake_tensor` | logs what is raised | torch 2.13 |
 | `masking_utils.is_tracing` | fake tensors count as traced: a mask would be built that a run has not | transformers 5.17, 5.24 |
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,6 +40,7 @@ __all__ = [
     "in_backward",
     "quiet_propagation",
     "start_fake_group",
+    "unlogged_errors",
     "unset_fake_temporarily",
     "without_tracing",
 ]
@@ -66,6 +69,13 @@ def in_backward() -> bool:
 def without_tracing() -> Iterator[None]:
     """Let transformers build the attention masks of a run."""
     with mock.patch.object(masking_utils, "is_tracing", return_value=False):
+        yield
+
+
+@contextmanager
+def unlogged_errors() -> Iterator[None]:
+    """Let an operator that can't run on fake tensors raise, without a traceback in the log as well."""
+    with mock.patch.object(logging.getLogger(FakeTensor.__module__), "disabled", True):
         yield
 
 

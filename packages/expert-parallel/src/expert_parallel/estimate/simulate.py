@@ -24,7 +24,7 @@ from ep_trainer.optim import split_by_mesh
 from expert_parallel.meta import build_on_meta
 from expert_parallel.parallel import shard_model
 
-from ._compat import FakeTensorMode, start_fake_group, without_tracing
+from ._compat import FakeTensorMode, start_fake_group, unlogged_errors, without_tracing
 from .cuda_paths import cuda_paths
 from .devices import Device
 from .layers import keep_layers
@@ -123,6 +123,7 @@ def simulate(setting: Setting) -> Step:
         routes = Routes(layout, rank, setting.routing, setting.seed, tracker.paused, tracker.read)
         with ExitStack() as stack:
             stack.enter_context(without_tracing())
+            stack.enter_context(unlogged_errors())
             stack.enter_context(fake)
             stack.enter_context(routes.told())
             if setting.cuda:
