@@ -152,29 +152,29 @@ class CheckpointingTrainer(HookedTrainer):
         self._stopping = False
         self.saved_step = -1
         self._votes = self.checkpointer.any_says([self.callbacks_may_differ])[0]
-        lock = contextlib.ExitStack()
         run = Path(str(self.args.output_dir))
-        with self.checkpointer.together(f"Saving in {run}"):
-            if self._saves and self.checkpointer.is_first:
-                lock.enter_context(sole_run(run))
-        self._signals = StopSignals(options.stop_signals, self.checkpointer.group)
-        self._signals.install()
-        vote = _VoteInSubsteps(self.agree_on_control)
-        self.add_callback(vote)
-        try:
-            yield
-            self._signals.finish()
-            self.checkpointer.wait()
-        except BaseException:
-            # Other ranks may be gone: give a write that is under way the time to end, no more.
-            with contextlib.suppress(Exception):
-                self.checkpointer.wait(_AFTER_AN_ERROR_S)
-            raise
-        finally:
-            self.remove_callback(vote)
-            self._signals.restore()
-            self._signals = None
-            lock.close()
+        with contextlib.ExitStack() as stack:
+            with self.checkpointer.together(f"Saving in {run}"):
+                if self._saves and self.checkpointer.is_first:
+                    stack.enter_context(sole_run(run))
+            signals = StopSignals(options.stop_signals, self.checkpointer.group)
+            signals.install()
+            stack.callback(signals.restore)
+            vote = _VoteInSubsteps(self.agree_on_control)
+            self.add_callback(vote)
+            stack.callback(self.remove_callback, vote)
+            self._signals = signals
+            try:
+                yield
+                signals.finish()
+                self.checkpointer.wait()
+            except BaseException:
+                # Other ranks may be gone: give a write that is under way the time to end, no more.
+                with contextlib.suppress(Exception):
+                    self.checkpointer.wait(_AFTER_AN_ERROR_S)
+                raise
+            finally:
+                self._signals = None
 
     def finish_saves(self) -> None:
         """Wait for the save in the background."""
