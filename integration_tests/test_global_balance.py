@@ -74,9 +74,12 @@ def test_gradients_are_those_of_one_process(ranks: RankPool, sizes: dict[str, An
         assert min(routers) > 1e-3, "the ranks' own losses are another one"
 
 
-def test_without_a_layout_or_a_coefficient() -> None:
-    model: nn.Module = build(router_aux_loss_coef=0.0)
+def without_coefficient(rank: int) -> bool:
+    model = parallelize(build(router_aux_loss_coef=0.0), DistributedConfig())
+    return BalancingLoss.of(model) is None
+
+
+def test_without_a_layout_or_a_coefficient(ranks: RankPool) -> None:
     with pytest.raises(ValueError, match="Qwen3MoeForCausalLM is not sharded"):
-        BalancingLoss.of(model)
-    parallelize(model, DistributedConfig())
-    assert BalancingLoss.of(model) is None
+        BalancingLoss.of(build())
+    assert ranks.run(without_coefficient, world=1) == [True]
