@@ -10,7 +10,7 @@ import torch
 from dispatching import dispatching, name_of
 from equality import all_float64, relative_error
 from test_trainer import build
-from torch import Tensor, nn
+from torch import Tensor
 
 from ep_mesh import DistributedConfig
 from ep_plans import full_tensor, parallel_state
