@@ -113,7 +113,10 @@ class PipelineSteps:
                 schedule.step(index=index, target=index, losses=losses, return_outputs=False)
             except RuntimeError as error:
                 # torch tells the arguments of a forward that failed, not why it did.
-                raise _of_stage(error) from None
+                cause = _of_stage(error)
+                if cause is None:
+                    raise
+                raise cause from None
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
 
     def _prepared(self, count: int, boundary: tuple[Tensor, ...], split: bool) -> Any:
@@ -175,14 +178,14 @@ class _Stage(nn.Module):
             raise
 
 
-def _of_stage(error: BaseException) -> BaseException:
-    """The error that a stage's forward raised, if that is what `error` comes of."""
-    seen: BaseException | None = error
+def _of_stage(error: BaseException) -> BaseException | None:
+    """The error of a stage's forward that `error` comes of, if it does."""
+    seen = error.__cause__
     while seen is not None:
         if any(note.startswith(_STAGE) for note in getattr(seen, "__notes__", ())):
             return seen
         seen = seen.__cause__
-    return error
+    return None
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:
