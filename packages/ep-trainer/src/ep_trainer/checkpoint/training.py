@@ -43,6 +43,7 @@ from ep_trainer.checkpoint.state import (
     write_optimizer,
 )
 from ep_trainer.data import len_of
+from ep_trainer.forks import forks_wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class CheckpointingTrainer(HookedTrainer):
         """Writes and reads this run's checkpoints; all ranks make it at the same time."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer()
+            forks_wait_for(self._checkpointer)
         return self._checkpointer
 
     def together(self, what: str) -> contextlib.AbstractContextManager[None]:
