@@ -53,6 +53,7 @@ def test_each_experts_factors_are_the_change_of_its_weight(
     factors = weights_of(out)
     config = peft.LoraConfig.from_pretrained(out)
     assert any(".experts.7." in name for name in factors)
+    assert config.init_lora_weights is True, "what has no factors in the file must not be changed"
     for name, weight in base.items():
         own = f"base_model.model.{name.removesuffix('.weight')}"
         change = torch.zeros_like(weight)

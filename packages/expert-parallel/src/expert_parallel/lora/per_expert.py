@@ -78,7 +78,8 @@ def of_single_experts(
     config.r, config.lora_alpha = rank, int(alpha) if alpha.is_integer() else alpha
     config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
     config.target_modules, config.target_parameters = sorted(leaves), None
-    config.exclude_modules = None  # what has no factors in the file stays as it is
+    # PEFT also adapts what has a target's name and no factors in the file; with a B of zeros that stays as it is.
+    config.exclude_modules, config.init_lora_weights = None, True
     return found, config
 
 
