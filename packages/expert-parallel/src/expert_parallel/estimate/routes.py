@@ -3,8 +3,8 @@
 [Note: integers are real]
 How many rows reach a rank depends on data. So the expert ids of a simulated step are real tensors, drawn
 by a routing model, and all that orders rows by them (`RoutedImplementation._route`) runs for real; what the
-other ranks would send of their counts, and on two hops of their rows, is computed from their ids, which are drawn alike. Rows, weights
-and everything that only has a size stay fake.
+other ranks would send of their counts, and on two hops of their rows, is computed from their ids, which
+are drawn alike. Rows, weights and everything that only has a size stay fake.
 """
 
 from __future__ import annotations
@@ -137,11 +137,7 @@ class Routes:
                 (ep_dispatch.stage, "_all_to_all", exchanged),
                 (ep_dispatch.stage, "on_host", on_host),
                 (ep_dispatch.routed, "on_host", on_host),
-                (
-                    ep_dispatch.all_reduce,
-                    "local_routes",
-                    really(local_routes),
-                ),
+                (ep_dispatch.all_reduce, "local_routes", really(local_routes)),
                 (ep_kernels.module, "sorted_slots", really(ep_kernels.module.sorted_slots)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, function))

@@ -133,7 +133,8 @@ def search(
 
     Layouts: all sizes of tp, fsdp, dp_replicate, ep and pp whose product fits, with sequence parallelism
     where TP allows it, `all_reduce` beside `all_to_all` where an EP group shares a batch,
-    `all_to_all_hierarchical` where it spans nodes, with and without gradient checkpointing. A pipeline (1F1B) takes `2 * pp_size` micro-batches a step.
+    `all_to_all_hierarchical` where it spans nodes, with and without gradient checkpointing. A pipeline
+    (1F1B) takes `2 * pp_size` micro-batches a step.
 
     Args:
         model: a config of transformers; or a folder, a model type, or a name on the hub.

@@ -3,11 +3,11 @@
 [Note: the three clocks]
 The host spends `launch_seconds` on each kernel and collective, in the order of the program. The device
 runs kernels one after the other, none before it is launched. A collective that its caller waits for
-(TP, EP) holds the device until it is done; an exchange of rows that was sent off (chunks, shared experts)
-where it is waited for, and the next exchange until then. FSDP2's run beside the kernels: a gather begins as soon as it
-is launched and holds up the copy out of its buffer alone; a reduce-scatter begins when its input is
-there, and holds up the end of the step. All share one link, so an exchange that comes in between moves
-them back by its own time. Where the host reads a number from the device, it waits for the device.
+(TP, EP) holds the device until it is done. An exchange of rows that was sent off (chunks, shared experts)
+holds it only where it is waited for; the next exchange begins when it is done. FSDP2's run beside the
+kernels: a gather begins as soon as it is launched and holds up the copy out of its buffer alone; a
+reduce-scatter begins when its input is there, and holds up the end of the step. All share one link, so an
+exchange that comes in between moves them back by its own time. Where the host reads a number from the device, it waits for the device.
 """
 
 from __future__ import annotations

@@ -145,9 +145,8 @@ class AdapterFile:
         for module in targets.saved.values():
             wanted |= {_PREFIX + name: shape for name, shape in module.items()}
         found = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        for (
-            layer
-        ) in targets.layers:  # PEFT adds the weight of an adapted head; the model has its own
+        for layer in targets.layers:
+            # PEFT adds the weight of an adapted head; the model has its own
             base = f"{_PREFIX}{layer.key}.base_layer.weight"
             if found.get(base) == layer.shape:
                 del found[base]
