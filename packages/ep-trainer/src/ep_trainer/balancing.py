@@ -35,7 +35,8 @@ def load_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choices per expert [E], probabilities per expert [E] (differentiable), tokens [].
 
-    Float32, or float64 of such logits. The sums are over the layers too; tokens that `attention_mask` hides don't count.
+    Float32, or float64 of such logits. The sums are over the layers too; tokens that `attention_mask` hides
+    don't count.
     """
     device = router_logits_TE[0].device
     num_experts = router_logits_TE[0].shape[-1]

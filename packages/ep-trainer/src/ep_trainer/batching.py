@@ -1,4 +1,4 @@
-"""The part of `EPTrainer` that knows what a batch is: whose samples, how many labels, which rows only fill it up."""
+"""What a batch is to `EPTrainer`: whose samples, how many labels, which rows only fill it up."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class BatchingTrainer(CheckpointingTrainer):
         return without_fillers(batch, real), (real, held)
 
     def _cuttable(self, batch: Any, real_rows: RealRows) -> tuple[Any, RealRows]:
-        """A last batch of fewer rows filled up, as others are cut into micro-batches; how many rows are real."""
+        """A last batch of fewer rows, filled up so that micro-batches can be cut; how many rows are real."""
         shards = self.layout.data_parallel_size if self.accelerator.split_batches else 1
         held, whole = batch["labels"].shape[0], _compat.train_batch_size(self) // shards
         if held >= whole or sequence_starts(batch):
