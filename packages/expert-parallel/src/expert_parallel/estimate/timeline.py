@@ -7,7 +7,8 @@ runs kernels one after the other, none before it is launched. A collective that 
 holds it only where it is waited for; the next exchange begins when it is done. FSDP2's run beside the
 kernels: a gather begins as soon as it is launched and holds up the copy out of its buffer alone; a
 reduce-scatter begins when its input is there, and holds up the end of the step. All share one link, so an
-exchange that comes in between moves them back by its own time. Where the host reads a number from the device, it waits for the device.
+exchange that comes in between moves them back by its own time. Where the host reads a number from the
+device, it waits for the device.
 """
 
 from __future__ import annotations
