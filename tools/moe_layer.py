@@ -139,6 +139,31 @@ def layer_times(rank: int, sizes: Sizes, ep: int, repeats: int = 7) -> list[floa
     return timed(rank, work, repeats)
 
 
+class NoExperts:
+    """Experts that compute next to nothing."""
+
+    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As transformers calls experts: a row per slot."""
+        return rows.clone()
+
+    def grouped(
+        self, rows: Tensor, row_of_slot: Tensor, weights: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """As ours calls them: each row once, times the sum of its slots' weights."""
+        scale = rows.new_zeros(rows.shape[0]).index_add(0, row_of_slot, weights)
+        return rows * scale[:, None]
+
+
+def dispatch_times(rank: int, sizes: Sizes, ep: int, repeats: int = 7) -> list[float]:
+    """Seconds of transformers' dispatch and combine, and of ours, forward and backward, with no experts."""
+    experts, *layers = build(sizes, ep)
+    given = inputs(rank, sizes)
+    for layer in layers:
+        layer.experts_forward = NoExperts()  # type: ignore[attr-defined]
+    work = [lambda f=f: step(experts, f, given) for f in layers]  # type: ignore[misc]
+    return timed(rank, work, repeats)
+
+
 def gemms(sizes: Sizes, offsets: Tensor) -> Callable[[], None]:
     """The two grouped products of a forward and the four of its backward, on contiguous operands."""
     mm = torch.nn.functional.grouped_mm

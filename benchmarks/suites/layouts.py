@@ -126,8 +126,16 @@ class Dispatch:
         return found[str(ep)][name]["saved_bytes_per_token"]
 
     def track_time_over_native(self, found: dict[str, Any], ep: int, name: str) -> float:
-        return found[str(ep)][name]["seconds"] / found[str(ep)]["native"]["seconds"]
+        return self._over_native(found[str(ep)], name, "seconds")
+
+    def track_dispatch_over_native(self, found: dict[str, Any], ep: int, name: str) -> float:
+        """Dispatch and combine alone: what a layer's time hides behind that of its experts."""
+        return self._over_native(found[str(ep)], name, "dispatch_seconds")
+
+    def _over_native(self, found: dict[str, dict[str, float]], name: str, of: str) -> float:
+        return found[name][of] / found["native"][of]
 
     track_bytes_per_layer.unit = "bytes"
     track_saved_bytes_per_token.unit = "bytes"
     track_time_over_native.unit = "ratio"
+    track_dispatch_over_native.unit = "ratio"
