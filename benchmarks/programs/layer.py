@@ -25,7 +25,7 @@ def measure() -> dict[str, Any]:
         sent = pool.run(moe_layer.wire_bytes, big, ep, timeout=200)
         kept = pool.run(moe_layer.saved_bytes, big, ep, "none", timeout=200)
         seconds = pool.run(moe_layer.layer_times, small, ep, 5, timeout=200)[0]
-        alone = pool.run(moe_layer.dispatch_times, small, ep, 9, timeout=200)[0]
+        alone = pool.run(moe_layer.dispatch_times, small, ep, 25, timeout=200)[0]
         found[str(ep)] = {
             name: {
                 "sent_bytes": sum(rank[at] for rank in sent),
