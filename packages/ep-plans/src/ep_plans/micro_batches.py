@@ -108,12 +108,19 @@ def _cut(name: str, value: Any, rows: int, count: int) -> list[Any]:
     return [value.narrow(dim, index * size, size) for index in range(count)]
 
 
+def dim_of_rows(name: str, value: Tensor) -> int:
+    """The dimension of B in a tensor of a batch: 1 of positions of several kinds, `[kinds, B, L]`, else 0.
+
+    By the name, since there may be as many kinds as rows.
+    """
+    return 1 if name == "position_ids" and value.ndim == 3 else 0
+
+
 def _row_dim(name: str, value: Any, rows: int) -> int | None:
     """The dimension to cut; None: every micro-batch takes all."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
-    # First the kinds: there may be as many as rows.
-    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    dim = dim_of_rows(name, value)
     if value.shape[dim] == rows:
         return dim
     if value.shape[dim] == 1:

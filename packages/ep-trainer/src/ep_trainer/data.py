@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_mesh import ParallelMesh
+from ep_plans.micro_batches import dim_of_rows
 
 IGNORED = -100
 """The label that torch's cross-entropy and transformers leave out."""
@@ -53,7 +54,7 @@ def without_fillers(batch: Batch, real: int) -> dict[str, Any]:
 def filled_up(batch: Batch, rows: int, real: int) -> dict[str, Any]:
     """The batch with its rows again and again until there are `rows`; only the first `real` have labels.
 
-    What holds no row each (`[1, ...]`, numbers) stays as it is. Positions of several kinds are [kinds, B, L].
+    What holds no row each (`[1, ...]`, numbers) stays as it is.
     """
     held = batch["labels"].shape[0]
     again = torch.arange(rows) % held
@@ -61,7 +62,7 @@ def filled_up(batch: Batch, rows: int, real: int) -> dict[str, Any]:
     def repeated(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+        dim = dim_of_rows(name, value)
         return (
             value.index_select(dim, again.to(value.device)) if value.shape[dim] == held else value
         )
