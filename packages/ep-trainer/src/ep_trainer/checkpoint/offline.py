@@ -79,6 +79,14 @@ class StoredTensors:
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(self._reader.check_values, range(workers), [workers] * workers))
 
+    def check_headers(self) -> None:
+        """Compare the heads of the files with the index.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        self._reader.check_headers()
+
     def read(self, name: str, box: Box, out: Tensor) -> None:
         """Fill `out`, whose shape is `lengths(box)`; casts to its dtype."""
         for chunk in self.tensors[name].chunks:
@@ -108,11 +116,12 @@ def verify(folder: Path, *, workers: int = 4, heads: bool = True) -> Manifest:
         CheckpointError: names the file and the key.
     """
     manifest = check_checkpoint(folder, values=False)
-    for stored in [StoredTensors(folder, name) for name in manifest.sections]:
+    sections = [StoredTensors(folder, name) for name in manifest.sections]
+    for stored in sections:
         stored.check_values(workers)
     if heads:
-        for name in manifest.sections:
-            SafetensorsReader(section(folder, name)).check_headers()
+        for stored in sections:
+            stored.check_headers()
     return manifest
 
 
