@@ -12,6 +12,10 @@ IMPLEMENTATIONS = ["all_to_all", "symmetric_memory", "all_reduce", "native"]
 Found = dict[str, dict[str, dict[str, float]]]
 
 
+def _over_native(found: dict[str, dict[str, float]], name: str, of: str) -> float:
+    return found[name][of] / found["native"][of]
+
+
 class Layouts:
     """Ours and native transformers' run in turns, so their ratio says more than either's time.
 
@@ -47,16 +51,13 @@ class Layouts:
         return found[layout][name]["cpu_seconds"] / found[layout][name]["unique_tokens"]
 
     def track_time_over_native(self, found: Found, layout: str, name: str) -> float:
-        return self._over_native(found[layout], name, "seconds")
+        return _over_native(found[layout], name, "seconds")
 
     def track_cpu_over_native(self, found: Found, layout: str, name: str) -> float:
-        return self._over_native(found[layout], name, "cpu_seconds")
+        return _over_native(found[layout], name, "cpu_seconds")
 
     def track_peak_memory_per_gpu(self, found: Found, layout: str, name: str) -> float:
         return found[layout][name]["peak_bytes"]
-
-    def _over_native(self, found: dict[str, dict[str, float]], name: str, of: str) -> float:
-        return found[name][of] / found["native"][of]
 
     track_tokens_per_s_per_gpu.unit = "tokens/s/GPU"
     track_own_tokens_per_s_per_gpu.unit = "tokens/s/GPU"
@@ -126,14 +127,11 @@ class Dispatch:
         return found[str(ep)][name]["saved_bytes_per_token"]
 
     def track_time_over_native(self, found: dict[str, Any], ep: int, name: str) -> float:
-        return self._over_native(found[str(ep)], name, "seconds")
+        return _over_native(found[str(ep)], name, "seconds")
 
     def track_dispatch_over_native(self, found: dict[str, Any], ep: int, name: str) -> float:
         """Dispatch and combine alone: what a layer's time hides behind that of its experts."""
-        return self._over_native(found[str(ep)], name, "dispatch_seconds")
-
-    def _over_native(self, found: dict[str, dict[str, float]], name: str, of: str) -> float:
-        return found[name][of] / found["native"][of]
+        return _over_native(found[str(ep)], name, "dispatch_seconds")
 
     track_bytes_per_layer.unit = "bytes"
     track_saved_bytes_per_token.unit = "bytes"
