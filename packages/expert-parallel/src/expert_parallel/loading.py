@@ -116,7 +116,11 @@ def load(
 def told_unexported(path: Any) -> str | None:
     """What to do with a training checkpoint that holds the model in shards alone; None: it is none."""
     folder = Path(str(path))
-    if not (folder / "sharded" / "model").is_dir() or any(folder.glob("*.safetensors")):
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return None
+    from ep_trainer.checkpoint.manifest import section
+
+    if not section(folder, "model").is_dir():
         return None
     return (
         f"{path} is a training checkpoint, which holds the model in shards. Write it as from_pretrained "
